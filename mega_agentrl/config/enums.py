@@ -24,6 +24,8 @@ class Branching(StrEnum):
     """AEPO's rule, which penalizes consecutive forks."""
     at2po = "at2po"
     """AT2PO's rule, which samples the turns of highest entropy anew when the roots have ended."""
+    appo = "appo"
+    """APPO's rule, which samples the tokens of highest entropy anew when the roots have ended."""
     released = "released"
     """ARPO's published code."""
 

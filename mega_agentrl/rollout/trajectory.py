@@ -181,15 +181,16 @@ class TrajectoryRunner:
             await self._release_sessions(snapshot.tool_session, snapshot.user_session)
 
     async def fork_ended(self, position: int, budget: ForkBudget) -> None:
-        """Start a path that leaves this one, which has ended, at the start of a turn.
+        """Start a path that leaves this one, which has ended, at or after the start of a turn.
 
         Nothing starts if tools or user could not be copied at this turn.
 
         Args:
-            position: Number of response tokens before the turn.
+            position: Number of response tokens before the new path.
             budget: Fork slots of the new path.
         """
-        snapshot = self._turn_starts.get(position)
+        start = max(turn.start for turn in self._token_buffer.turns if turn.start <= position)
+        snapshot = self._turn_starts.get(start)
         if snapshot is None:
             return
         assert not isinstance(snapshot.tool_session, INFRA_ERRORS)
@@ -199,7 +200,7 @@ class TrajectoryRunner:
         )
         copied = replace(
             snapshot,
-            token_buffer=snapshot.token_buffer.prefix(position),
+            token_buffer=self._token_buffer.prefix(position),
             tool_session=session,
             user_session=user,
             deadline_s=None,  # of a path that has ended
@@ -301,8 +302,8 @@ class TrajectoryRunner:
         )
 
     async def _generate_turn(self) -> tuple[FinishReason, str]:
-        """Sample one assistant turn; return how it ended and its text."""
-        start = len(self._token_buffer)
+        """Sample one assistant turn, or the rest of it; return how it ended and its text."""
+        start = self._token_buffer.open_turn_start
         is_first = not self._token_buffer.turns
         self._spans.start_turn()
         if self._turn_generator.num_tokens_left < 1:
@@ -312,6 +313,8 @@ class TrajectoryRunner:
             await self._keep_turn_start(start)
         if num_probe_tokens:
             finish = await self._generate_turn_with_probe(start, num_probe_tokens)
+        elif start < len(self._token_buffer):
+            finish = await self._turn_generator.finish_turn(FinishReason.length, start)
         else:
             finish = await self._turn_generator.sample(self._turn_generator.num_tokens_left)
         text = self._close_turn()
@@ -324,7 +327,7 @@ class TrajectoryRunner:
     def _num_probe_tokens(self, start: int) -> int:
         """Return how many tokens to probe in the turn at token `start`; 0 if it must not fork."""
         # The first turn of a root sets the baseline; a fork must not fork again where it starts.
-        is_first_of_path = start == self._fork_len
+        is_first_of_path = start <= self._fork_len
         if is_first_of_path or self._baseline_entropy is None:
             return 0
         if self._user_session is not None and not self._user_session.can_fork:
@@ -350,8 +353,8 @@ class TrajectoryRunner:
 
     async def _keep_turn_start(self, start: int) -> None:
         """Copy the state at the start of a turn for `fork_ended`."""
-        if start == self._fork_len or (self._user_session and not self._user_session.can_fork):
-            return  # a root's first turn, or the parent has the copy
+        if self._user_session is not None and not self._user_session.can_fork:
+            return
         snapshot = await self._copy_state(start)
         sessions = (snapshot.tool_session, snapshot.user_session)
         if any(isinstance(session, INFRA_ERRORS) for session in sessions):

@@ -1,9 +1,10 @@
 """Sampling of the rollout tree of one prompt: roots, forks, and extra roots up to M trajectories.
 
 Roots and their forks run concurrently; if the branch policy monitors a first root, the others
-start when it has ended. When all have ended, unused fork slots are filled with fresh roots. A
-failed trajectory counts as one of the M. A bug or a cancellation ends all trajectories, and every
-tool session is released before the exception propagates.
+start when it has ended. When all have ended, the policy may start forks from them, in rounds;
+unused fork slots are filled with fresh roots. A failed trajectory counts as one of the M. A bug or
+a cancellation ends all trajectories, and every tool session is released before the exception
+propagates.
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ class Trajectory:
     """Final reward by tool name; step rewards are in the outcomes of `turns`."""
     decisions: list[BranchDecision] = field(default_factory=list)
     """Branch decisions of this path, in order. Its c-th fork was made by the decision at which the
-    running sum of `num_forks` first exceeds c."""
+    running sum of `num_forks` first exceeds c; forks from paths that have ended have none."""
     context_resets: tuple[ContextReset, ...] = ()
     """Points, in order, from which the sampling context is not simply prompt and response."""
     template_drift: str = ""
@@ -432,7 +432,7 @@ class RolloutTree:
     num_forks: int = 0
     """Number of forked trajectories."""
     num_extra_roots: int = 0
-    """Number of additional roots that filled the group up after the forks."""
+    """Number of additional roots beside the planned ones, instead of forks or after them."""
     greedy_trajectory: Trajectory | None = None
     """Greedy answer to the prompt, if requested; not a member of the group."""
 

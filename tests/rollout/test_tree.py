@@ -66,7 +66,7 @@ def test_unused_slots_become_fresh_roots_at_once():
     assert generator.most >= 5
 
 
-@pytest.mark.parametrize("branching", [Branching.after_result, Branching.at2po])
+@pytest.mark.parametrize("branching", [Branching.after_result, Branching.at2po, Branching.appo])
 @pytest.mark.parametrize("num_requests", [0, 1, 4, 6, 9, 12])
 async def test_cancelling_a_tree_releases_every_session(num_requests, branching):
     writes = turns("thinkhard" + CALL, "more words" + END)

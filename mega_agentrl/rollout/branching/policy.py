@@ -9,7 +9,7 @@ at the end (see `rollout.tree`).
 A rule answers two questions: where to ask (`BranchPolicy.asks_at`, by default at every turn after
 a tool answer), and how many forks to make there (`BranchPolicy.num_forks`). In between the
 trajectory samples a probe of k = `rollout.branch.num_probe_tokens` tokens; 0 never asks. Policies
-only decide; the trajectory probes and forks. Or a rule chooses among the turns of paths that have
+only decide; the trajectory probes and forks. Or a rule chooses among positions of paths that have
 ended (`BranchPolicy.choose_expansions`), and the tree starts the forks.
 `rollout.branching=released` runs in lock-step without a policy (see `lockstep_arpo`).
 
@@ -25,6 +25,7 @@ dataclass, its fields are options, `rollout.branching_options`. To add one here:
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -84,12 +85,12 @@ class ForkPoint:
 
 
 class Expansion(NamedTuple):
-    """The start of a turn of a path that has ended, from which another path is to start."""
+    """A position of a path that has ended, from which another path is to start."""
 
     path: tuple[int, ...]
     """The path that got there first; () for a fresh root."""
     position: int
-    """Number of response tokens before the turn."""
+    """Number of response tokens before it: at the start of an assistant's turn, or in one."""
 
 
 class ForkBudget(Protocol):
@@ -355,8 +356,28 @@ class AepoBranching(ArpoBranching):
         return fmean(known) if known else None
 
 
+class ExpandingBranching(NoBranching, ABC):
+    """Base class of rules that start N roots, and all forks from paths that have ended."""
+
+    def fork_slots(
+        self, num_trajectories: int, monitored: Trajectory | None = None
+    ) -> tuple[int, ...]:
+        """Return N roots without slots of their own."""
+        del monitored
+        return (0,) * num_configured_roots(self.config, num_trajectories)
+
+    @property
+    @abstractmethod
+    def expansion_rounds(self) -> int:
+        """Rounds of forks, at least 1."""
+
+    @abstractmethod
+    def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
+        """Return where to start paths in a round, at most `num_forks`."""
+
+
 @register_branch_policy(Branching.at2po)
-class At2poBranching(NoBranching):
+class At2poBranching(ExpandingBranching):
     """AT2PO's rule (arXiv 2601.04767): sample the turns of highest entropy anew.
 
     N roots run to their end. Then, in each of a few rounds, the turns with the highest score get
@@ -375,13 +396,6 @@ class At2poBranching(NoBranching):
         """`rollout.branch.num_expansion_rounds`."""
         return self.config.num_expansion_rounds
 
-    def fork_slots(
-        self, num_trajectories: int, monitored: Trajectory | None = None
-    ) -> tuple[int, ...]:
-        """Return N roots without slots of their own."""
-        del monitored
-        return (0,) * num_configured_roots(self.config, num_trajectories)
-
     def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
         """Return where the turns with the highest scores start; equal ones in path order."""
         by_path = {one.path: one for one in ended}
@@ -398,6 +412,46 @@ class At2poBranching(NoBranching):
         penalty = self.config.sibling_penalty
         turns.sort(key=lambda turn: penalty * (num_turns[turn[1]] - 1) - turn[0])
         return [state for _, state in islice(cycle(turns), num_forks)]
+
+
+@register_branch_policy(Branching.appo)
+class AppoBranching(ExpandingBranching):
+    """APPO's rule (arXiv 2606.12384): sample the tokens of highest score anew, anywhere in a turn.
+
+    N roots run to their end. Then the tokens with the highest scores get another path each, which
+    leaves before the token. The score is the entropy, in standard deviations above the mean over
+    the path's sampled tokens; others than those above the mean are not chosen.
+
+    The paper multiplies by a standardised "future value". Before rewards are known there is none;
+    the released code takes the mismatch of engine and trainer (`algo.appo`), and without the
+    trainer's log-probs the entropy alone, as here. It keeps the token of high entropy in the fork;
+    here that token is what is sampled anew.
+    """
+
+    @property
+    def expansion_rounds(self) -> int:
+        """1: all positions are chosen from the roots."""
+        return 1
+
+    def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
+        """Return the positions of the tokens with the highest scores, equal ones in path order."""
+        by_path = {one.path: one for one in ended}
+        tokens: list[tuple[float, Expansion]] = []
+        for one in ended:
+            own = range(one.fork_len, len(one.loss_mask))
+            sampled = [index for index in own if one.loss_mask[index]]
+            if one.failed or not sampled:
+                continue
+            mean = fmean(one.entropies[index] for index in sampled)
+            excess = [one.entropies[index] - mean for index in sampled]
+            spread = math.sqrt(fmean(value * value for value in excess))
+            tokens += [
+                (value / spread, _find_state(one.path, index, by_path))
+                for index, value in zip(sampled, excess, strict=True)
+                if value > 0
+            ]
+        tokens.sort(key=lambda token: -token[0])
+        return [state for _, state in tokens[:num_forks]]
 
 
 def _find_state(

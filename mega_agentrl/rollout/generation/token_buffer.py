@@ -1,7 +1,7 @@
 """Buffer of a growing trajectory: per-token sequences and the turns over them.
 
 The tokens of a turn are appended first; closing the turn then spans them. In between the turn is
-open. A fork starts from a copy of a prefix that ends between two turns.
+open. A fork starts from a copy of a prefix, which may end within a turn: then it is open again.
 """
 
 from __future__ import annotations

@@ -292,3 +292,35 @@ def test_without_copies_of_the_tools_fresh_roots_take_the_slots():
     assert tree.num_forks == 0 and tree.num_extra_roots == 4
     assert not any(one.failed for one in tree.trajectories)
     assert all(session.released == 1 for session in tools.sessions)
+
+
+def test_tokens_of_highest_entropy_are_sampled_anew_within_their_turn():
+    # The capital letters have the highest entropies of the only root.
+    def entropy(response, request):
+        return {"D": 5.0, "S": 9.0}.get(response[-1], 2.0) - response.count("</result>")
+
+    tools = FakeTools()
+    write = turns("think harD" + CALL, "more wordS" + END)
+    tree = _grow(
+        FakeGenerator(write, entropy=entropy),
+        branching=Branching.appo,
+        initial_rollouts=1,
+        num_trajectories=3,
+        tools=tools,
+    )
+    root, later, earlier = tree.trajectories
+    text = root.response_text
+    assert [one.path for one in (later, earlier)] == [(0, 0), (0, 1)]
+    assert text[: later.fork_len].endswith("more word")
+    assert text[: earlier.fork_len].endswith("think har")
+    # The turn goes on where it was left, and the tools see each call once.
+    assert {one.response_text for one in tree.trajectories} == {text}
+    assert [turn.text for turn in later.turns] == [turn.text for turn in root.turns]
+    assert all(one.tool_rewards == {"python": 1.0} for one in tree.trajectories)
+    assert all(session.released == 1 for session in tools.sessions)
+
+
+def test_tokens_of_average_entropy_are_not_sampled_anew():
+    generator = FakeGenerator(TALK, entropy=lambda response, request: 1.0)
+    tree = _grow(generator, branching=Branching.appo, initial_rollouts=1, num_trajectories=3)
+    assert tree.num_forks == 0 and tree.num_extra_roots == 2

@@ -17,6 +17,7 @@ from mega_agentrl.config.enums import Branching, ForkBudgetMode
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.branching.policy import (
     AepoBranching,
+    AppoBranching,
     ArpoBranching,
     At2poBranching,
     NoBranching,
@@ -37,8 +38,15 @@ from tests.fakes import (
 from tests.rollout.grown_trees import entropy_levels
 from tests.rollout.virtual_time import run_virtually
 
-WAYS = (Branching.after_result, Branching.aepo, Branching.at2po, Branching.released)
-BY_THRESHOLD = tuple(way for way in WAYS if way is not Branching.at2po)
+WAYS = (
+    Branching.after_result,
+    Branching.aepo,
+    Branching.at2po,
+    Branching.appo,
+    Branching.released,
+)
+AFTER_THE_ROOTS = (Branching.at2po, Branching.appo)
+BY_THRESHOLD = tuple(way for way in WAYS if way not in AFTER_THE_ROOTS)
 PROMPTS = [make_prompt("p0", question="Q0"), make_prompt("p1", question="Q1")]
 
 branches = st.builds(
@@ -90,6 +98,7 @@ def test_policy_by_name():
         Branching.after_result: ArpoBranching,
         Branching.aepo: AepoBranching,
         Branching.at2po: At2poBranching,
+        Branching.appo: AppoBranching,
         Branching.released: NoBranching,
     }
     policy = make_branch_policy(RolloutConfig(branch=BranchConfig(num_probe_tokens=7)))
@@ -116,9 +125,11 @@ def test_n_trajectories_always_within_their_limits(config, seed, share):
         _check_turns(one)
         if one.parent_id is not None:
             _check_fork(one, by_id[one.parent_id])
+            in_turn = one.loss_mask[one.fork_len - 1] == 1
+            assert not in_turn or config.branching is Branching.appo
     assert all(session.released == 1 for session in tools.sessions)
     num_copies = len(tools.sessions) - 2 * config.group_size  # at the starts of turns
-    assert num_copies >= 0 if config.branching is Branching.at2po else num_copies == 0
+    assert num_copies >= 0 if config.branching in AFTER_THE_ROOTS else num_copies == 0
     assert not generator.running
 
 
@@ -137,9 +148,9 @@ def _check_turns(one):
 
 
 def _check_fork(one, parent):
-    """A fork has the tokens of its parent up to a tool answer."""
+    """A fork has the tokens of its parent up to where it leaves."""
     size = one.fork_len
-    assert parent.path == one.path[:-1] and size > 0 and one.loss_mask[size - 1] == 0
+    assert parent.path == one.path[:-1] and size > 0
     for name in ("token_ids", "loss_mask", "logps", "entropies", "turn_ids"):
         assert getattr(one, name)[:size] == getattr(parent, name)[:size], name
 
