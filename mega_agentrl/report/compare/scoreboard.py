@@ -7,6 +7,7 @@ have one sign, it always does, which chance alone brings about with probability 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -166,12 +167,12 @@ def _conclusions(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> str:
             verdict: [f"`{row.algorithm}`" for row in task_rows if row.verdict is verdict]
             for verdict in Verdict
         }
-        better = by_verdict[Verdict.better]
-        text = (
-            f"{', '.join(better)} {_verb(better)} better than `{baseline}`."
-            if better
-            else f"**Nobody is better than `{baseline}`.**"
-        )
+        if better := by_verdict[Verdict.better]:
+            text = f"{', '.join(better)} {_verb(better)} better than `{baseline}`."
+        elif any(row.difference for row in task_rows):
+            text = f"**Nobody is better than `{baseline}`.**"
+        else:
+            text = "Nothing is compared yet."
         if worse := by_verdict[Verdict.worse]:
             text += f" {', '.join(worse)} {_verb(worse)} worse."
         if equal := by_verdict[Verdict.no_difference]:
@@ -179,32 +180,26 @@ def _conclusions(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> str:
         if too_few := by_verdict[Verdict.too_few]:
             text += f" Too few seeds: {', '.join(too_few)}."
         lines.append(f"* {title}: {text}")
-    lines += [_overall(rows, baseline), *_chance_warning(rows)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_overall(rows, baseline)])
 
 
 def _verb(names: Sequence[str]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def _overall(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> str:
-    wins: dict[str, int] = {}
-    for row in (row for task_rows in rows.values() for row in task_rows):
-        wins[row.algorithm] = wins.get(row.algorithm, 0) + (row.verdict is Verdict.better)
-    winners = [f"`{name}`" for name, count in wins.items() if rows and count == len(rows)]
-    if winners:
-        return f"* On every task: {', '.join(winners)} {_verb(winners)} better than `{baseline}`."
-    return f"* On every task: nobody is better than `{baseline}`."
-
-
-def _chance_warning(rows: Mapping[str, Sequence[ScoreRow]]) -> list[str]:
+def _overall(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> list[str]:
+    """Return who wins everywhere, and how much of it chance alone would show."""
     compared = [row for task_rows in rows.values() for row in task_rows if row.difference]
     if not compared:
         return []
+    wins = Counter(row.algorithm for row in compared if row.verdict is Verdict.better)
+    winners = [f"`{name}`" for name, count in wins.items() if count == len(rows)]
     expected = sum(2.0 ** (1 - row.num_seeds) for row in compared)
     return [
+        f"* On every task: {', '.join(winners) or 'nobody'} {_verb(winners or [''])} better than "
+        f"`{baseline}`.",
         f"* Between equal algorithms, at least {expected:.1f} of these {len(compared)} comparisons "
-        "would show a difference by chance: all seeds have the same sign."
+        "would show a difference by chance: all seeds have the same sign.",
     ]
 
 
@@ -224,7 +219,7 @@ def _task_table(task: TaskScores, rows: Sequence[ScoreRow], baseline: str) -> st
             f"`{row.algorithm}`",
             str(row.num_seeds),
             f"{task.learning_rates[row.algorithm]:g}",
-            f"{row.reward:.3f}",
+            f"{row.reward:.3f}" if row.num_seeds > 1 else f"{row.reward.mean:.3f}",
             MISSING_CELL if row.difference is None else f"{row.difference:+.3f}",
             row.verdict,
             f"{row.num_tokens:,.0f}",

@@ -147,10 +147,14 @@ def test_a_winner_on_all_tasks_is_named():
     assert "* On every task: `high` is better than `grpo`." in page
 
 
-def test_without_runs_nobody_wins():
-    empty = TaskScores(title="Game", curves=[], learning_rates={}, skipped={"ppo": "no"})
-    page = scoreboard_markdown([empty], baseline="grpo", introduction="", figure="x.svg")
-    assert "**Nobody is better than `grpo`.**" in page and "at least" not in page
+@pytest.mark.parametrize("rewards", [{}, {"grpo": [0.1], "high": [0.5]}], ids=["no", "single"])
+def test_too_few_runs_compare_nothing(rewards):
+    page = scoreboard_markdown([task(rewards)], baseline="grpo", introduction="", figure="x.svg")
+    assert "* Game: Nothing is compared yet." in page
+    assert "better than" not in page and "chance" not in page
+    if rewards:
+        assert "Too few seeds: `high`." in page
+        assert "| `high` | 1 | 0.0002 | 0.500 | - | too few seeds | 1,001 |" in page
 
 
 def test_the_figure_names_every_algorithm_and_is_reproducible(tmp_path):
