@@ -147,8 +147,9 @@ def _introduction(options: CompareOptions, command: str) -> str:
     return (
         f"{datetime.now(tz=UTC):%Y-%m-%d}, commit {_commit()}:\n\n    {command}\n\n"
         "All runs of a task start from one warm-started checkpoint and train for "
-        f"{options.budget}; {tuning}{', '.join(map(str, options.seeds))}. Intervals are 95 % percentile bootstrap "
-        "intervals over the seeds; they do not cover another warm start. A difference to "
+        f"{options.budget}; {tuning}{', '.join(map(str, options.seeds))}. Intervals are 95 % "
+        "percentile bootstrap intervals over the seeds; they do not cover another warm start. A "
+        "difference to "
         f"`{BASELINE}`, taken seed by seed, counts only if its interval excludes 0. "
         "The vertical lines of the figure are the reward before training (dashed) "
         f"and `{BASELINE}`'s (dotted)."
