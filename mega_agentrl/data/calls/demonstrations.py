@@ -6,8 +6,8 @@ which is almost always wrong. A model trained on both can do either; RL then tea
 which shows in the reward.
 
 Calls are written as the Hermes protocol reads them, one block each. The chat template shows a
-function as `Bako key: integer`, and every name has the same tokens in the catalogue, in the request
-and in the answer, so that a model of two layers can look up what follows a name.
+function as `Bako count: integer`, and every name has the same tokens in the catalogue, in the
+request and in the answer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ VOCABULARY = TaskVocabulary(
         *CALL_TAGS,
         *CALL_TOKENS,
         *(f": {kind}" for kind in ParameterType),
-        *(f" {name}" for name in PARAMETER_NAMES),
-        *PARAMETER_NAMES,
+        *(f" {name}" for name in PARAMETER_NAMES.values()),
+        *PARAMETER_NAMES.values(),
         *TEXT_VALUES,
         *("system", "Tools:", "Call:", " with ", "yes", "no", "true", "false"),
         *(GUESS_THOUGHT, NO_FUNCTION_THOUGHT, NO_FUNCTION_ANSWER),

@@ -1,9 +1,9 @@
 """Functions of the function-calling task, each with one typed parameter, and their schemas.
 
 A function is named like an entity of `entity_splits`, so that training never shows the name of a
-held-out function, though it knows the syllables. Names of parameters are common words. Name and
-type of the parameter are drawn anew for every catalogue, so that a policy must read the schema:
-remembering what a function took before does not help.
+held-out function, though it knows the syllables. Its parameter is drawn anew for every catalogue
+and named after its type: a tiny model learns within minutes to copy names and values and to write
+what a type needs, but not to look up an arbitrary name in the catalogue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-PARAMETER_NAMES = ("code", "key", "level", "mark", "mode", "port", "rank", "slot")
 TEXT_VALUES = ("blue", "cold", "fast", "green", "hot", "slow", "warm", "white")
 INTEGER_VALUES = tuple(range(10))
 SYLLABLE_CHARS = 2
@@ -27,6 +26,11 @@ class ParameterType(StrEnum):
     boolean = "boolean"
 
 
+PARAMETER_NAMES = {
+    ParameterType.integer: "count",
+    ParameterType.string: "label",
+    ParameterType.boolean: "flag",
+}
 Value = int | str | bool
 
 
@@ -35,9 +39,13 @@ class Function:
     """A function that a policy may call."""
 
     name: str
-    parameter: str
-    """Name of the only parameter, which is required."""
     parameter_type: ParameterType
+    """Type of the only parameter, which is required."""
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter."""
+        return PARAMETER_NAMES[self.parameter_type]
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -66,8 +74,8 @@ class Call:
 
 
 def make_function(name: str, rng: random.Random) -> Function:
-    """Return a function with a random parameter."""
-    return Function(name, rng.choice(PARAMETER_NAMES), rng.choice(list(ParameterType)))
+    """Return a function with a parameter of a random type."""
+    return Function(name, rng.choice(list(ParameterType)))
 
 
 def make_call(function: Function, rng: random.Random) -> Call:

@@ -89,7 +89,7 @@ def test_names_have_the_same_two_tokens_in_catalogue_request_and_answer(codec):
     for name in entity_names():
         head, tail = codec.encode(name)
         for before, after in [
-            ("Tools:\n", " key: string"),
+            ("Tools:\n", " label: string"),
             ("Call:\n", " with 3"),
             ("\n", " none"),
         ]:
@@ -102,7 +102,7 @@ def test_values_have_the_same_token_in_request_and_call(codec):
     for value in map(str, (*TEXT_VALUES, *INTEGER_VALUES)):
         (token_id,) = codec.encode(value)
         assert token_id in codec.encode(f"Bako with {value}")
-        assert token_id in codec.encode(f'{{"key": {value}}}}}')
+        assert token_id in codec.encode(f'{{"count": {value}}}}}')
 
 
 def test_fixed_parts_are_single_tokens_that_survive_decoding(codec):

@@ -15,8 +15,8 @@ from mega_agentrl.reward.function_call import score
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.types.records import ToolCall
 
-BAKO = Function("Bako", "key", ParameterType.integer)
-DUMI = Function("Dumi", "mode", ParameterType.boolean)
+BAKO = Function("Bako", ParameterType.integer)
+DUMI = Function("Dumi", ParameterType.boolean)
 
 
 def requests() -> list[Request]:
@@ -30,9 +30,9 @@ def test_answers_by_hand():
         RequestKind.parallel, "Call ...", (DUMI, BAKO), requested=(BAKO, DUMI), calls=calls
     )
     assert make_right_answer(request) == (
-        "<think>\nBako key\nDumi mode\n</think>\n"
-        '<tool_call>\n{"name": "Bako", "arguments": {"key": 7}}\n</tool_call>\n'
-        '<tool_call>\n{"name": "Dumi", "arguments": {"mode": true}}\n</tool_call>'
+        "<think>\nBako count\nDumi flag\n</think>\n"
+        '<tool_call>\n{"name": "Bako", "arguments": {"count": 7}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "Dumi", "arguments": {"flag": true}}\n</tool_call>'
     )
     nothing = Request(RequestKind.none, "Call ...", (BAKO,), requested=(DUMI,), calls=())
     assert make_right_answer(nothing) == "<think>\nDumi none\n</think>\nNone."
