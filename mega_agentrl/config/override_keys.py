@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
 from mega_agentrl.config.errors import ConfigError
@@ -314,19 +314,27 @@ def compose_settings(overrides: Sequence[str], config_dir: Path, *other_dirs: Pa
             composed: DictConfig = compose("train", [*search_path, *overrides])
             return composed
     except HydraException as error:
-        if (type_error := _type_error(error)) is not None:
+        if (type_error := _type_error(error, overrides)) is not None:
             raise type_error from error
         raise
 
 
-def _type_error(error: HydraException) -> ConfigError | None:
-    """Return the error of a value that OmegaConf cannot convert; None for any other error."""
+def _type_error(error: HydraException, overrides: Sequence[str]) -> ConfigError | None:
+    """Return the error of a value that OmegaConf cannot convert, or of a new entry without a `+`.
+
+    Returns None for any other error.
+    """
     cause = error.__cause__ or error.__context__
     if not isinstance(cause, OmegaConfBaseException) or not cause.full_key:
         return None
     kind = setting_type(cause.full_key.partition("[")[0])
     if kind is None:
         return None
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+        for override in map(_parse_override, overrides):
+            if override.key_or_group == cause.full_key:
+                expected = f"a + before the key of a new entry: '+{override.input_line}'"
+                return ConfigError(cause.full_key, override.value(), expected)
     origin, reason = str(error).splitlines()[0], str(cause).splitlines()[0]
     if origin.startswith("In "):  # the yaml file
         reason = f"{origin.rstrip(':')}: {reason}"

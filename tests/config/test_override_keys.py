@@ -254,9 +254,23 @@ def test_a_huge_integer_in_a_file_is_refused_with_its_key(folder, tmp_path_facto
         ("algo.kl_placement=none", "algo.kl_placement", "none", "one of loss, reward"),
         ("deterministic=maybe", "deterministic", "maybe", "true or false"),
         ("+reward.rubric.default={arpo:x}", "reward.rubric.default.arpo", "x", "a finite number"),
+        (
+            "reward.functions.mine=r.py:f",
+            "reward.functions.mine",
+            "r.py:f",
+            "'+reward.functions.mine=r.py:f'",
+        ),
+        (
+            "reward.rubric.default={arpo:1}",
+            "reward.rubric.default",
+            {"arpo": 1},
+            "a + before the key",
+        ),
     ],
 )
-def test_a_value_of_another_type_is_refused_with_key_and_range(override, key, got, expected):
+def test_a_value_of_another_type_or_a_new_entry_without_a_plus_is_refused_with_its_key(
+    override, key, got, expected
+):
     register_schema()
     error = refused(compose_settings, [override], find_config_dir())
     assert (error.key, error.got) == (key, got)
