@@ -130,8 +130,9 @@ def _options(files: Iterable[Path]) -> list[tuple[str, str]]:
 
 
 def _first_comment(file: Path) -> str:
+    """Return the first sentence of a file's first comment; indented commands are no part of it."""
     lines = file.read_text(encoding="utf-8").splitlines()
-    comments = takewhile(lambda line: line.startswith("#"), lines)
+    comments = takewhile(lambda line: line.startswith("#") and line[1:3] != "  ", lines)
     words = [line[1:].strip() for line in comments if not line.startswith("# @package")]
     return first_sentence(" ".join(words)) if words else ""
 

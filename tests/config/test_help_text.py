@@ -45,8 +45,9 @@ def test_a_group_has_a_line_for_each_option(group):
 def test_options_in_a_folder_of_the_user_are_listed(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# Mine. And more.\nseed: 3\n")
+    (tmp_path / "experiment" / "yours.yaml").write_text("# Yours:\n# a run.\n#   make a=b \\\n")
     said = rows(help_text(["experiment"], CONFIGS, tmp_path))
-    assert said["mine"] == "Mine." and "smoke" in said
+    assert said["mine"] == "Mine." and said["yours"] == "Yours: a run." and "smoke" in said
 
 
 def test_a_key_has_its_whole_meaning_type_range_and_choices():
