@@ -140,6 +140,7 @@ def read_inputs(
     prompts = (*train.prompts, *validation.prompts, *dev.prompts)
     for provider in (tools, interactions):
         provider.check_prompt_kwargs(prompts)
+    _report_unused_tools(own.tools, train.prompts)
     check_prompt_rubrics(config.reward, prompts)
     _check_auxiliary_tokenizers(config, codec)
     return RunInputs(
@@ -261,6 +262,21 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Too
         protocol=config.rollout.call_protocol,
         max_failed_first_calls=config.rollout.max_failed_first_calls,
     )
+
+
+def _report_unused_tools(user_tools: Sequence[Tool], prompts: Iterable[Prompt]) -> None:
+    """Print a line about tools of the user that no training prompt gets: nothing else shows it."""
+    given: set[str] = set()
+    for prompt in prompts:
+        named = {name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None}
+        if not named:  # the prompt gets all tools
+            return
+        given |= named
+    if unused := sorted({tool.name for tool in user_tools} - given):
+        print(
+            f"tool.user_tools_file: no prompt of data.train gets {', '.join(unused)}, because each "
+            "names other tools in extra_info.tools_kwargs: add the name there, or use other data"
+        )
 
 
 def _check_tag_tokens(codec: HFCodec, markers: Iterable[str]) -> None:

@@ -119,6 +119,28 @@ def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
         read_inputs(config)
 
 
+@pytest.mark.parametrize(
+    ("tools_kwargs", "is_reported"),
+    [({"python": {"create_kwargs": None}}, True), ({"letters": {}, "python": None}, False)],
+    ids=["other tools", "named"],
+)
+def test_a_user_tool_that_no_prompt_gets_is_reported(
+    config, assets, tmp_path, capsys, tools_kwargs, is_reported
+):
+    (tmp_path / "letters.py").write_text(
+        "from mega_agentrl.tool.function import tool\n\n\n@tool()\n"
+        'def letters(text: str) -> str:\n    """Counts letters."""\n    return str(len(text))\n'
+    )
+    (tmp_path / "letters.yaml").write_text("- class_name: letters.py:letters\n")
+    row = pd.read_parquet(assets / "train.parquet").iloc[0].to_dict()
+    row["extra_info"] = {"index": 7, "tools_kwargs": tools_kwargs}
+    config.data.train = f"{tmp_path}/train.jsonl"
+    pd.DataFrame([row]).to_json(config.data.train, orient="records", lines=True)
+    config.tool.user_tools_file = f"{tmp_path}/letters.yaml"
+    read_inputs(config)
+    assert ("no prompt of data.train gets letters" in capsys.readouterr().out) == is_reported
+
+
 def test_overlong_prompts_can_be_dropped_and_are_counted(config, assets, tmp_path, capsys):
     table = pd.read_parquet(assets / "train.parquet").head(2)
     table["prompt"] = [[{"role": "user", "content": "7" * length}] for length in (10, 500)]
