@@ -449,16 +449,9 @@ def long_request(name):
 def begin_long_request(engine, name, num_tokens=20):
     """Start a request and return it when it has this many tokens at least."""
     running = engine.begin("generate", long_request(name))
-    while num_sampled(engine, name) < num_tokens:
+    while engine.call("num_sampled") < num_tokens:
         assert not running.done(), "it was over before it could be held"
     return running
-
-
-def num_sampled(engine, name):
-    try:
-        return len(engine.call("entropies", name))
-    except RuntimeError:  # it may not have come to the engine yet
-        return 0
 
 
 def check_versions(got, folder_of):
@@ -480,9 +473,9 @@ def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folde
     update(model_folder, 1)
     running = begin_long_request(engine, "held")
     results = update.move(new_folder, 2, hold=True)
-    num_before = num_sampled(engine, "held")
+    num_before = engine.call("num_sampled")
     update.prove(2, results)
-    assert num_sampled(engine, "held") == num_before, "it went on before the end of the update"
+    assert engine.call("num_sampled") == num_before, "it went on before the end of the update"
     engine.call("compute_prompt_log_probs", PROMPT)
     with pytest.raises(TimeoutError):
         running.result(3.0)  # it has ended in vLLM, and the driver may still refuse the weights
@@ -530,8 +523,8 @@ def test_a_request_is_held_over_several_updates(engine, update, model_folder, ne
     update(model_folder, 1)
     running = begin_long_request(engine, "patient")
     for version, folder in ((2, new_folder), (3, model_folder)):
-        before = num_sampled(engine, "patient")
+        before = engine.call("num_sampled")
         update(folder, version, hold=True)
-        while not running.done() and num_sampled(engine, "patient") < before + 20:
+        while not running.done() and engine.call("num_sampled") < before + 20:
             pass
     check_versions(running.result(60), {1: model_folder, 2: new_folder, 3: model_folder})
