@@ -151,8 +151,8 @@ def _introduction(options: CompareOptions, command: str) -> str:
         "percentile bootstrap intervals over the seeds; they do not cover another warm start. A "
         "difference to "
         f"`{BASELINE}`, taken seed by seed, counts only if its interval excludes 0. "
-        "The vertical lines of the figure are the reward before training (dashed) "
-        f"and `{BASELINE}`'s (dotted)."
+        "In the figure green is better and red is worse; the vertical lines are the reward before "
+        f"training (dashed) and `{BASELINE}`'s (dotted)."
     )
 
 

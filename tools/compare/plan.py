@@ -64,7 +64,7 @@ TASKS = {
         ),
         CompareTask(
             key="orders",
-            title="Order game with a simulated customer",
+            title="Order game",
             experiment="smoke_orders",
             generated="--out runs/orders --task orders",
         ),
