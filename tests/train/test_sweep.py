@@ -1,10 +1,15 @@
 """What a sweep leaves: a note by each job, and one table even where a job failed."""
 
 import json
+import logging
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.utils import configure_log
 from omegaconf import OmegaConf
 
+from mega_agentrl.config.override_keys import register_schema
+from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.train import sweep
 from mega_agentrl.train.sweep import (
     SweepCallback,
@@ -31,6 +36,15 @@ def test_jobs_are_composed_with_the_swept_keys(tmp_path):
     (given,) = start(tmp_path, "algo=grpo,arpo", "optim.lr=1", params={"+seed": "1,2"})
     assert given == "hydra.callbacks.sweep.swept_keys=[algo,seed]"
     sweep._pending_sweep_dirs.clear()
+
+
+def test_the_loggers_of_an_earlier_job_still_log():
+    earlier = logging.getLogger("mega_agentrl.earlier_job")
+    register_schema()
+    with initialize_config_dir(str(find_config_dir()), version_base="1.3"):
+        hydra = compose("train", return_hydra_config=True).hydra
+    configure_log(hydra.job_logging, hydra.verbose)  # as Hydra does at the start of a job
+    assert not earlier.disabled
 
 
 def test_a_job_says_what_it_is_and_forgets_an_earlier_failure(tmp_path):
