@@ -28,6 +28,7 @@ from mega_agentrl.config.override_keys import (
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile
+from mega_agentrl.data.orders.dataset_writer import INTERACTION_FILE
 from mega_agentrl.data.rl_dataset import read_prompts
 from mega_agentrl.reward.user_reward import find_problem, run
 from mega_agentrl.rollout.interaction.base import load_interactions
@@ -114,6 +115,9 @@ def place(tmp_path, monkeypatch):
 
     def place(guide):
         shutil.copytree(ROOT / "examples", tmp_path / "examples")
+        generated = tmp_path / "runs" / "orders" / "interaction.yaml"  # by `make train`
+        generated.parent.mkdir(parents=True)
+        generated.write_text(INTERACTION_FILE)
         for block in FILES:
             if block.guide == guide:
                 (tmp_path / block.file).write_text(block.text)
