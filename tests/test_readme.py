@@ -87,7 +87,7 @@ def test_the_defaults_that_it_names_are_those_of_the_schema():
 @pytest.mark.slow
 def test_the_run_on_own_data_trains(assets, tmp_path):
     """The command as it stands, with the smoke model of the tests."""
-    (words,) = [words for words in RUNS if OWN_DATA in words]
+    words = next(words for words in RUNS if OWN_DATA in words)
     replaced = ("run_dir", "model.path", "sft.train_data", "sft.dev_data", "tool.search.source")
     own = [word for word in words if word.split("=")[0] not in replaced]
     files = {
