@@ -7,6 +7,9 @@ import torch
 
 from mega_agentrl.types.batch import TrainBatch
 from tests.actor.training.learning_jobs import learn
+
+pytest.importorskip("hydra", reason="the presets are composed by Hydra")
+
 from tests.config.presets import PRESETS, preset
 
 OPEN, CLOSE, ANSWER = 1, 2, 3
