@@ -43,8 +43,8 @@ def check_methods(tool: Tool, key: str) -> None:
 
     Raises:
         ConfigError: a method is no function, is `async` where `Tool`'s is not or the reverse, or
-            cannot be called with the arguments of `Tool`'s. Its key ends in `CLASS.METHOD`, its
-            cause has file and line.
+            cannot be called with the arguments of `Tool`'s; or there is `create` without `fork`.
+            Its key ends in `CLASS.METHOD`, its cause has file and line.
     """
     for name in _METHODS:
         given, base = getattr(tool, name), getattr(Tool, name)
@@ -65,6 +65,15 @@ def check_methods(tool: Tool, key: str) -> None:
         except TypeError as error:
             cause = f"a call with {len(parameters) - 1} positional arguments: {error}"
             raise ConfigError(place, got, shown, f"{cause} ({source_location(given)})") from error
+    kind = type(tool)
+    if kind.create is not Tool.create and kind.fork is Tool.fork:
+        raise ConfigError(
+            f"{key}, {kind.__name__}.fork",
+            "not defined",
+            "async def fork(self, state), as the class has a method create",
+            "branches of a trajectory would share one state; return the state itself if they may "
+            f"({source_location(kind.create)})",
+        )
 
 
 def validated_schema(tool: Tool, where: str) -> FunctionSchema:

@@ -64,6 +64,14 @@ class Constant(Notes):
     calc_reward = 1.0
 
 
+class Misspelt(Notes):
+    async def create(self, kwargs):
+        return []
+
+    async def forks(self, state):
+        return list(state)
+
+
 class OtherArgument(Notes):
     text_argument = "note"
     parameters = {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -210,10 +218,11 @@ def test_a_mistake_is_refused_with_file_and_entry(load, text, key, cause):
         ("Fourth", "release", "async def release(self, state, kwargs)"),
         ("Late", "check_kwargs", "def check_kwargs(self, kwargs)"),
         ("Constant", "calc_reward", "async def calc_reward(self, state, kwargs)"),
+        ("Misspelt", "fork", "async def fork(self, state), as the class has a method create"),
     ],
-    ids=["not_async", "too_few", "too_many", "async", "no_method"],
+    ids=["not_async", "too_few", "too_many", "async", "no_method", "shared_state"],
 )
-def test_a_method_that_would_fail_at_each_call_is_refused(load, name, method, expected):
+def test_a_wrong_or_missing_method_is_refused(load, name, method, expected):
     error = refused(load, f"- {{class_name: 'mine.py:{name}', config: {{prefix: a}}}}")
     assert error.key.endswith(f"tools.yaml, entry 1, {name}.{method}")
     assert error.expected == expected
