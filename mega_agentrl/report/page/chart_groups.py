@@ -286,11 +286,13 @@ def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[st
             if _matches_pattern(name, spec.metric_patterns) and name not in used
         ]
         used.update(names)
+        labels = [_series_label(name, spec.metric_patterns) for name in names]
         series = [
             Series(
-                name=_series_label(name, spec.metric_patterns), points=log.series(RL_STAGE, name)
+                name=label if labels.count(label) == 1 else name,
+                points=log.series(RL_STAGE, name),
             )
-            for name in names
+            for name, label in zip(names, labels, strict=True)
         ]
         if spec.is_stacked:
             series = [line for line in series if any(value for _, value in line.points)]

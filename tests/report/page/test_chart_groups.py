@@ -84,6 +84,11 @@ def test_each_part_of_the_reward_has_a_scale_of_its_own():
             {"time/rollout_s": 3.0, "time/update_s": 1.0},
             ["rollout", "update"],
         ),
+        (
+            "Failed trajectories",
+            {"reward/failed_fraction": 0.1, "rollout/failed_fraction": 0.2},
+            ["reward/failed_fraction", "rollout/failed_fraction"],
+        ),
     ],
 )
 def test_series_are_labelled_by_what_distinguishes_them(title, metrics, labels):
