@@ -67,12 +67,7 @@ def clipped(
         The loss, and `clipfrac` and `clipfrac_lower`, the fractions of positions where the clip
         range or the dual clip was active, and `approx_kl`, the mean of old_logp - logp.
     """
-    check_same_shape(
-        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
-    )
-    on_BT = mask_BT.bool()
-    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
-    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
+    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)
     bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
     loss_BT, higher_BT, lower_BT = _surrogate(ratio_BT, bounded_BT, weight_BT, clip_dual)
@@ -138,14 +133,9 @@ def atpo(
     Returns:
         The loss, [B, T], and `clipfrac` (fraction of tokens in clipped turns) and `approx_kl`.
     """
-    check_same_shape(
-        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
-    )
-    on_BT = mask_BT.bool()
-    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
+    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
     frozen_BT = log_ratio_BT.detach()
     ratio_BT = bounded_exp(_turn_means(frozen_BT, on_BT)) * (log_ratio_BT - frozen_BT).exp()
-    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
     bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
     loss_BT, higher_BT, _ = _surrogate(ratio_BT, bounded_BT, weight_BT, None)
     return loss_BT, {
@@ -170,17 +160,12 @@ def cispo(
     Returns:
         The loss, and `clipfrac`, the fraction of tokens clipped on either side, and `approx_kl`.
     """
-    check_same_shape(
-        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
-    )
-    on_BT = mask_BT.bool()
-    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT).detach()
-    ratio_BT = bounded_exp(log_ratio_BT)
+    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    ratio_BT = bounded_exp(log_ratio_BT.detach())
     bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    weight_BT = bounded_BT * zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
-    return -weight_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), on_BT), {
+    return -bounded_BT * weight_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), on_BT), {
         "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
-        "approx_kl": masked_mean(-log_ratio_BT, on_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
     }
 
 
@@ -266,6 +251,21 @@ def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
         case _:
             raise ValueError(f"mode={mode}: expected one of {', '.join(AGGREGATION_MODES)}")
     return number.clamp(min=1).float()
+
+
+def _masked_terms(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the mask as bool, the log-ratio and the advantage, both 0 where masked, [B, T]."""
+    check_same_shape(
+        logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
+    )
+    on_BT = mask_BT.bool()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
+    return on_BT, log_ratio_BT, zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
 
 
 def _turn_means(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """What the command line says about all runs."""
+    """Options of the command line that hold for all runs."""
 
     out: Path
     seeds: tuple[int, ...]

@@ -23,11 +23,6 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
         ValueError: the settings ask for more requests than exist.
     """
     inventories = make_split_inventories(settings.seed)
-    sizes = {
-        Split.train: settings.num_train,
-        Split.dev: settings.num_dev,
-        Split.validation: settings.num_validation,
-    }
     requests = {
         split: make_requests(
             split,
@@ -35,7 +30,7 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
             num_requests=size,
             seed=settings.seed,
         )
-        for split, size in sizes.items()
+        for split, size in settings.split_sizes.items()
     }
     demonstrations = make_demonstrations(
         requests[Split.train],

@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mega_agentrl.data.generated.entity_splits import Split
+
 FORMAT_VERSION = 2
 STAMP_FILE = "stamp.json"
 
@@ -64,6 +66,15 @@ class TaskSettings:
     """Maximum number of tokens."""
     num_layers: int = 2
     hidden_size: int = 128
+
+    @property
+    def split_sizes(self) -> dict[Split, int]:
+        """Number of questions of each split."""
+        return {
+            Split.train: self.num_train,
+            Split.dev: self.num_dev,
+            Split.validation: self.num_validation,
+        }
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

@@ -23,14 +23,9 @@ INTERACTION_FILE = "- class_name: mega_agentrl.rollout.interaction.customer.Cust
 
 def write_orders_dataset(folder: Path, settings: TaskSettings) -> None:
     """Write the folder, replacing its files; equal settings give equal bytes."""
-    sizes = {
-        Split.train: settings.num_train,
-        Split.dev: settings.num_dev,
-        Split.validation: settings.num_validation,
-    }
     orders = {
         split: make_orders(split, num_orders=size, seed=settings.seed)
-        for split, size in sizes.items()
+        for split, size in settings.split_sizes.items()
     }
     demonstrations = make_demonstrations(
         orders[Split.train],

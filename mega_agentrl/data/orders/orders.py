@@ -38,7 +38,7 @@ _ORDER = re.compile(r"order((?: [a-z]+=[A-Za-z]+)+)$")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a customer wants, and what the customer answers."""
+    """The task of one game: a customer, the wanted attributes, and the answers to questions."""
 
     customer: int
     """Number of the customer, which does not matter."""

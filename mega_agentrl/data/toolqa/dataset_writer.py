@@ -75,14 +75,9 @@ def _make_split_questions(
     inventories: Mapping[Split, SplitInventory],
     facts: Mapping[tuple[str, str], Fact],
 ) -> dict[Split, list[Question]]:
-    sizes = {
-        Split.train: settings.num_train,
-        Split.dev: settings.num_dev,
-        Split.validation: settings.num_validation,
-    }
     return {
         split: make_questions(
             split, inventories[split], facts, num_questions=size, seed=settings.seed
         )
-        for split, size in sizes.items()
+        for split, size in settings.split_sizes.items()
     }

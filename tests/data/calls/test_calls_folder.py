@@ -8,26 +8,18 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile
-from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
-from mega_agentrl.data.calls.demonstrations import GUESS_THOUGHT, VOCABULARY
+from mega_agentrl.data.calls.demonstrations import GUESS_THOUGHT
 from mega_agentrl.data.calls.functions import INTEGER_VALUES, TEXT_VALUES
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.generated.entity_splits import entity_names
-from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
+from mega_agentrl.data.generated.settings import GeneratedTask
 from mega_agentrl.data.rl_dataset import load_prompts
-from mega_agentrl.data.sft_dataset import encode_demonstrations, read_conversations
 from mega_agentrl.reward.function_call import score
-
-SETTINGS = TaskSettings(
-    task=GeneratedTask.calls, num_train=90, num_dev=30, num_validation=30, num_demonstrations=200
-)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("calls")
-    write_calls_dataset(path, SETTINGS)
-    return path
+def folder(task_folder):
+    return task_folder(GeneratedTask.calls)
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +47,6 @@ def test_prompts_show_their_catalogue_and_fit_the_experiment(folder, codec, limi
         for function, line in zip(functions, shown, strict=True):
             ((name, schema),) = function["parameters"]["properties"].items()
             assert line == f"{function['name']} {name}: {schema['type']}"
-
-
-def test_demonstrations_fit_the_experiment_and_end_in_eos(folder, codec, limits):
-    conversations = read_conversations(folder / "demonstrations.parquet")
-    demonstrations = encode_demonstrations(
-        conversations, codec, max_tokens=limits.engine.max_model_len
-    )
-    assert len(demonstrations) == 200
-    assert all(item.response_ids[-1] == codec.eos_id for item in demonstrations)
-    longest = max(len(item.response_ids) for item in demonstrations)
-    assert longest <= limits.rollout.max_response_tokens
 
 
 def test_demonstrations_that_read_earn_the_reward_of_their_row_and_no_other(folder):
@@ -103,16 +84,3 @@ def test_values_have_the_same_token_in_request_and_call(codec):
         (token_id,) = codec.encode(value)
         assert token_id in codec.encode(f"Bako with {value}")
         assert token_id in codec.encode(f'{{"count": {value}}}}}')
-
-
-def test_fixed_parts_are_single_tokens_that_survive_decoding(codec):
-    for text in VOCABULARY.tokens:
-        (token_id,) = codec.encode(text)
-        assert codec.decode([token_id]) == text
-
-
-def test_rewriting_gives_the_same_bytes(folder, tmp_path):
-    assert is_written(folder, SETTINGS)
-    write_calls_dataset(tmp_path, SETTINGS)
-    for name in SETTINGS.task.output_files:
-        assert (folder / name).read_bytes() == (tmp_path / name).read_bytes(), name

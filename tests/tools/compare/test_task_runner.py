@@ -1,4 +1,4 @@
-"""Which runs a task needs, which are missing, and what the finished ones add up to."""
+"""A task's runner plans runs, finds the missing ones and summarises the finished ones."""
 
 from __future__ import annotations
 
