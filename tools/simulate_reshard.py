@@ -57,7 +57,12 @@ from mega_agentrl.reshard.planner.traffic import count_traffic, max_open_bytes, 
 from mega_agentrl.reshard.planner.transfer_plan import DTYPE_BYTES, TransferPlan
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType, RankLocation
 
-CONFIGS = Path(__file__).resolve().parent / "model_configs"
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.preflight_parts.compose import compose_config, make_config_only_folder  # noqa: E402
+
+CONFIGS = ROOT / "tools" / "model_configs"
 PEERS_LIMIT = 32
 SETUP_LIMIT_S = 60.0
 REPLACE_LIMIT_S = 10.0
@@ -146,8 +151,6 @@ class Sides(NamedTuple):
 
 def recipe_case(name: str) -> Case:
     """Return the case of an experiment in configs/, with its sizes."""
-    from tools.preflight_parts.compose import compose_config, make_config_only_folder
-
     model = RECIPES[name]
     unset = ("data.train=unset", "data.validation=unset", "tool.search.source=http://unset")
     with tempfile.TemporaryDirectory() as folder:
