@@ -76,7 +76,7 @@ def update(rank, batch, kl_weight_BT=None, lr=None, scored=None):
     config = rank._config
     shards = _sharder(rank).update_shards(
         batch,
-        minibatch_masks(batch.mask_BT, config.optim.num_minibatches),
+        minibatch_masks(batch, config.optim.num_minibatches),
         rows=PackedRows.from_batch(batch),
         aggregation=str(config.algo.loss_aggregation),
         targets=CRITIC_TARGETS if isinstance(rank, CriticRank) else POLICY_TARGETS,

@@ -1,68 +1,108 @@
 """Splits an update's rows into optimizer steps, data-parallel ranks and micro-batches.
 
-The mini-batch of an optimizer step is a run of consecutive rows. Its rows are assigned to data
-ranks longest first, each to the rank with the fewest tokens so far; the rows of a rank are split
-the same way into micro-batches within the token budget. All data ranks get the same number of
-micro-batches, because the pipeline schedule and the gradient all-reduce run in lock step. An
-interleaved pipeline schedule needs a multiple of the pipeline size; the number is rounded up before
-the rows are assigned, so that no micro-batch is empty while another has two rows. The plan is
-deterministic: ties go to the lowest index.
+The mini-batch of an optimizer step is a run of consecutive rows, cut between rollout trees where
+there are enough of them. The rows of a tree are computed together, so that what they share is
+computed once: trees are assigned to data ranks, the costliest first, each to the rank with the
+least cost so far, and the trees of a rank are split the same way into micro-batches within the
+token budget. A tree that is larger than the budget, or than what balances the ranks, is cut in
+depth-first order; each part computes the path to its first row again. Every row is in one part, so
+that a token of a repeated path has its loss from the rows of each part, and their sum is that of
+flat rows.
+
+All data ranks get the same number of micro-batches, because the pipeline schedule and the gradient
+all-reduce run in lock step. An interleaved pipeline schedule needs a multiple of the pipeline size;
+the number is rounded up before the rows are assigned, so that no micro-batch is empty while another
+has two trees. The plan is deterministic: ties go to the lowest index.
+
+Lengths are those of the rows' inputs in depth-first order (`RowLengths`); shape suffix: R rows.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mega_agentrl.batch.tree_order import shared_between
 
 if TYPE_CHECKING:
     import torch
 
     from mega_agentrl.types.batch import TrainBatch
 
+Rows = list[int]
+"""Ascending indices of rows."""
+_PARTS_PER_SHARE = (None, 1, 2, 4, 8)
+"""Largest sizes of a part that are tried: the budget, then these fractions of a rank's share."""
 
-def minibatch_masks(mask_BT: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class InputLengths:
+    """Number of tokens that the model reads for some rows, and what that costs."""
+
+    length_R: np.ndarray
+    """[R] int64 input tokens of each row."""
+    shared_length_R: np.ndarray
+    """[R] int64 leading input tokens that each row shares with the row before it."""
+    pairs_per_token: float = float("inf")
+    """Number of attention scores that cost as much as the rest of the model for one token."""
+
+    def take(self, rows: Sequence[int]) -> InputLengths:
+        """Return the inputs of the rows at these ascending indices."""
+        return InputLengths(
+            length_R=self.length_R[np.array(rows, dtype=np.int64)],
+            shared_length_R=shared_between(self.shared_length_R, rows),
+            pairs_per_token=self.pairs_per_token,
+        )
+
+    def num_tokens(self, rows: Rows) -> int:
+        """Return the number of tokens that computing these rows together takes."""
+        shared_K = shared_between(self.shared_length_R, rows)
+        return int((self.length_R[rows] - shared_K).sum())
+
+    def cost(self, rows: Rows) -> float:
+        """Return the cost of computing these rows together, in tokens."""
+        length_K, shared_K = self.length_R[rows], shared_between(self.shared_length_R, rows)
+        num_pairs = _triangle(length_K) - _triangle(shared_K)
+        return float((length_K - shared_K + num_pairs / self.pairs_per_token).sum())
+
+
+def minibatch_masks(batch: TrainBatch, num_steps: int) -> Iterator[torch.Tensor]:
     """Yield one [B, T] bool mask per optimizer step: `mask_BT` restricted to that step's rows.
 
-    Each step has about equally many consecutive rows. There are at most as many steps as rows. The
-    masks are disjoint and their union is `mask_BT`.
+    Each step has about equally many consecutive rows. With at least as many trees as steps a tree
+    is in one step. There are at most as many steps as rows. The masks are disjoint and their union
+    is `mask_BT`.
     """
+    mask_BT = batch.mask_BT
     num_rows = mask_BT.shape[0]
     num_steps = max(1, min(num_steps, num_rows))
-    for start, stop in pairwise(num_rows * step // num_steps for step in range(num_steps + 1)):
+    cuts = [num_rows * step // num_steps for step in range(num_steps + 1)]
+    if batch.shared_length_B is not None:
+        starts = [*(batch.shared_length_B == 0).nonzero().flatten().tolist(), num_rows]
+        if len(starts) > num_steps:
+            cuts = _nearest_starts(cuts, starts)
+    for start, stop in pairwise(cuts):
         step_BT = mask_BT.clone().bool()
         step_BT[:start] = False
         step_BT[stop:] = False
         yield step_BT
 
 
-def minibatch_row_lengths(batch: TrainBatch, num_steps: int) -> list[list[int]]:
-    """Return, by optimizer step, the number of input tokens of each row that is trained on.
-
-    The input is the prompt and the response without its last token, which predicts nothing.
-    """
-    prompts = [len(token_ids) for token_ids in batch.prompt_ids]
-    lengths = batch.length_B.tolist()
-    return [
-        [
-            max(1, prompts[row] + lengths[row] - 1)
-            for row in mask_BT.any(1).nonzero().flatten().tolist()
-        ]
-        for mask_BT in minibatch_masks(batch.mask_BT, num_steps)
-    ]
-
-
 def plan_micro_batches(
-    lengths: Sequence[int], *, num_data: int, budget_tokens: int, num_multiple: int = 1
-) -> list[list[list[int]]]:
+    lengths: InputLengths, *, num_data: int, budget_tokens: int, num_multiple: int = 1
+) -> list[list[Rows]]:
     """Return the row indices of each micro-batch, indexed by [data rank][micro-batch].
 
     Every row occurs exactly once, and the rows of a micro-batch keep their order. With fewer rows
     than micro-batches some micro-batches are empty; their passes contribute nothing.
 
     Args:
-        lengths: number of tokens of each row.
+        lengths: inputs of the rows.
         num_data: number of data-parallel ranks.
         budget_tokens: maximum number of tokens in a micro-batch.
         num_multiple: the number of micro-batches of each rank is a multiple of this.
@@ -70,55 +110,93 @@ def plan_micro_batches(
     Raises:
         ValueError: there are no rows, a single row exceeds the budget, or a count is below 1.
     """
-    if min(num_data, num_multiple, len(lengths)) < 1:
+    num_rows = len(lengths.length_R)
+    if min(num_data, num_multiple, num_rows) < 1:
         raise ValueError(
-            f"plan_micro_batches: {len(lengths)} rows over {num_data} data ranks in multiples of "
+            f"plan_micro_batches: {num_rows} rows over {num_data} data ranks in multiples of "
             f"{num_multiple}; expected at least one of each; probable cause: every trajectory "
             "was filtered out"
         )
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if lengths[longest] > budget_tokens:
+    longest = int(lengths.length_R.argmax())
+    if lengths.length_R[longest] > budget_tokens:
         raise ValueError(
             f"optim.micro_batch_tokens={budget_tokens}: row {longest} alone has "
-            f"{lengths[longest]} tokens; expected a budget of at least the longest prompt "
+            f"{lengths.length_R[longest]} tokens; expected a budget of at least the longest prompt "
             "plus response"
         )
-    ranks = _balance_into_bins(range(len(lengths)), lengths, num_data)
-    totals = [sum(lengths[row] for row in rows) for rows in ranks]
-    num_micro = -(-max(1, -(-max(totals) // budget_tokens)) // num_multiple) * num_multiple
+    ranks = [
+        _cut_trees(rows, lengths, budget_tokens)
+        for rows in _assign_to_ranks(lengths, num_data, budget_tokens)
+    ]
+    tokens = [[lengths.num_tokens(part) for part in parts] for parts in ranks]
+    num_micro = -(-max(1, -(-max(map(sum, tokens)) // budget_tokens)) // num_multiple)
+    num_micro *= num_multiple
     while True:
-        cut = [_balance_into_bins(rows, lengths, num_micro) for rows in ranks]
-        if all(sum(lengths[r] for r in micro) <= budget_tokens for rows in cut for micro in rows):
-            return cut
+        plan = [
+            _balance_into_bins(parts, counts, num_micro)
+            for parts, counts in zip(ranks, tokens, strict=True)
+        ]
+        if all(lengths.num_tokens(micro) <= budget_tokens for micros in plan for micro in micros):
+            return plan
         num_micro += num_multiple
 
 
-def token_imbalance(steps: Sequence[Sequence[int]], num_data: int) -> float:
-    """Return the tokens of the fullest data rank divided by the mean over the ranks.
+def _nearest_starts(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
+    """Return one start of a tree for each cut, nearest to it, with a tree between any two."""
+    found = [0]
+    for step, cut in enumerate(cuts[1:], start=1):
+        first = starts.index(found[-1]) + 1
+        last = len(starts) - (len(cuts) - 1 - step)
+        found.append(min(starts[first:last], key=lambda start: (abs(start - cut), start)))
+    return found
 
-    In each optimizer step all ranks wait for the fullest, so the maxima of the steps are summed.
-    The result is at least 1, and 1 without any row.
 
-    Args:
-        steps: number of tokens of each row, by optimizer step.
-        num_data: number of data-parallel ranks.
+def _assign_to_ranks(lengths: InputLengths, num_data: int, budget_tokens: int) -> list[Rows]:
+    """Return the rows of each data rank, whose highest cost is the least of those tried.
+
+    Small parts balance better, and repeat more.
     """
-    fullest = total = 0
-    for lengths in steps:
-        ranks = _balance_into_bins(range(len(lengths)), lengths, num_data)
-        fullest += max(sum(lengths[row] for row in rows) for rows in ranks)
-        total += sum(lengths)
-    return fullest * num_data / total if total else 1.0
+    rows = list(range(len(lengths.length_R)))
+    if num_data == 1:
+        return [rows]
+    share = lengths.num_tokens(rows) / num_data
+    plans = []
+    for num_parts in _PARTS_PER_SHARE:
+        size = budget_tokens if num_parts is None else min(budget_tokens, share / num_parts)
+        parts = _cut_trees(rows, lengths, size)
+        ranks = _balance_into_bins(parts, [lengths.cost(part) for part in parts], num_data)
+        plans.append((max(lengths.cost(rank) for rank in ranks), ranks))
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+def _cut_trees(rows: Rows, lengths: InputLengths, max_tokens: float) -> list[Rows]:
+    """Return whole trees, and where one has more tokens than `max_tokens`, consecutive parts."""
+    parts: list[Rows] = []
+    num_tokens = 0
+    for row, shared in zip(rows, shared_between(lengths.shared_length_R, rows), strict=True):
+        length = int(lengths.length_R[row])
+        if shared and num_tokens + length - shared <= max_tokens:
+            parts[-1].append(row)
+            num_tokens += length - shared
+        else:
+            parts.append([row])
+            num_tokens = length
+    return parts
 
 
 def _balance_into_bins(
-    rows: Sequence[int], lengths: Sequence[int], num_bins: int
-) -> list[list[int]]:
-    """Split rows into bins of about equal tokens: longest first, to the emptiest bin."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    load = [(0, 0, index) for index in range(num_bins)]
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        tokens, count, index = heapq.heappop(load)
-        bins[index].append(row)
-        heapq.heappush(load, (tokens + lengths[row], count + 1, index))
+    parts: Sequence[Rows], weights: Sequence[float], num_bins: int
+) -> list[Rows]:
+    """Split parts into bins of about equal weight: heaviest first, to the lightest bin."""
+    bins: list[Rows] = [[] for _ in range(num_bins)]
+    load = [(0.0, 0, index) for index in range(num_bins)]
+    for part in sorted(range(len(parts)), key=lambda part: (-weights[part], part)):
+        weight, count, index = heapq.heappop(load)
+        bins[index] += parts[part]
+        heapq.heappush(load, (weight + weights[part], count + 1, index))
     return [sorted(rows) for rows in bins]
+
+
+def _triangle(length_K: np.ndarray) -> np.ndarray:
+    pairs_K: np.ndarray = length_K * (length_K + 1) / 2
+    return pairs_K

@@ -1,10 +1,11 @@
 """Rows of a batch without padding, in numpy arrays: the form in which ranks receive them.
 
-Rows stand one after another, and offsets say where each begins. numpy arrays come out of Ray's
-object store without a copy, so that the ranks of a machine share one.
+Rows stand one after another in depth-first order of their trees (`batch.tree_order`), and a token
+that rows share is stored once. numpy arrays come out of Ray's object store without a copy, so that
+the ranks of a machine share one.
 
-Shape suffixes: R rows, R1 rows and the end, N tokens of all rows, M response tokens of all rows;
-B rows and T response positions of the whole batch.
+Shape suffixes: R rows, R1 rows and the end, N stored tokens, M response tokens of all rows, shared
+ones counted in each; B rows and T response positions of the whole batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+
+from mega_agentrl.batch.tree_order import RowLengths, row_lengths, shared_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,28 +31,25 @@ CRITIC_TARGETS = ("value", "return")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class PackedRows:
-    """Token ids of some rows of a batch."""
+class PackedRows(RowLengths):
+    """Token ids of some rows of a batch in depth-first order; a shared token is stored once."""
 
-    row_R: np.ndarray
-    """[R] int64 number of each row in the whole batch."""
-    start_R1: np.ndarray
-    """[R + 1] int64 position of each row's first token in `token_N`, and N."""
     prompt_length_R: np.ndarray
     """[R] int64 number of prompt tokens of each row."""
     token_N: np.ndarray
-    """[N] int32 prompt and response of each row."""
+    """[N] int32 tokens of each row after those that it shares with the row before it."""
     num_positions: int
     """T, the response positions of the whole batch, to which the rows of a micro-batch are
     padded."""
 
     def __post_init__(self) -> None:
-        sizes = (len(self.row_R), len(self.start_R1) - 1, len(self.prompt_length_R))
-        if len(set(sizes)) > 1 or len(self.token_N) != self.start_R1[-1]:
+        sizes = {len(self.row_R), len(self.length_R), len(self.prompt_length_R)}
+        num_own = int((self.length_R - self.shared_length_R).sum())
+        if len(sizes) > 1 or len(self.token_N) != num_own:
             raise ValueError(
-                f"PackedRows: got {sizes[0]} row numbers, {sizes[1] + 1} offsets, {sizes[2]} "
-                f"prompt lengths and {len(self.token_N)} tokens, expected one offset more than "
-                f"rows, and {self.start_R1[-1]} tokens from the last offset"
+                f"PackedRows: got {len(self.row_R)} row numbers, {len(self.length_R)} lengths, "
+                f"{len(self.prompt_length_R)} prompt lengths and {len(self.token_N)} tokens, "
+                f"expected as many of the first three, and {num_own} tokens from the lengths"
             )
 
     @classmethod
@@ -58,65 +58,77 @@ class PackedRows:
         sequences: Sequence[np.ndarray],
         *,
         row_R: np.ndarray,
-        prompt_lengths: Sequence[int],
+        prompt_lengths: Sequence[int] | np.ndarray,
         num_positions: int,
+        shared_length_R: np.ndarray | None = None,
     ) -> PackedRows:
-        """Pack rows from their tokens, prompt and response."""
+        """Pack rows from their tokens, prompt and response; without lengths nothing is shared."""
+        length_R = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
+        if shared_length_R is None:
+            shared_length_R = np.zeros_like(length_R)
+        own = [tokens[size:] for tokens, size in zip(sequences, shared_length_R, strict=True)]
         return cls(
             row_R=row_R,
-            start_R1=_offsets(map(len, sequences)),
+            length_R=length_R,
+            shared_length_R=shared_length_R,
             prompt_length_R=np.array(prompt_lengths, dtype=np.int64),
-            token_N=_concatenate(sequences, np.int32),
+            token_N=np.concatenate(own) if own else np.zeros(0, dtype=np.int32),
             num_positions=num_positions,
         )
 
     @classmethod
-    def from_batch(cls, batch: TrainBatch) -> PackedRows:
-        """Pack all rows of a batch.
+    def from_batch(cls, batch: TrainBatch, *, share: bool = True) -> PackedRows:
+        """Pack all rows of a batch; `share` as in `row_lengths`.
 
         Raises:
             ValueError: A row has no prompt, because nothing predicts its first token.
         """
-        response_BT, lengths = batch.response_BT.numpy(), batch.length_B.tolist()
         for row, prompt in enumerate(batch.prompt_ids):
             if not prompt:
                 raise ValueError(
                     f"TrainBatch: row {row} has an empty prompt; expected at least 1 token"
                 )
+        lengths = row_lengths(batch, share=share)
+        response_BT, length_B = batch.response_BT.numpy(), batch.length_B.tolist()
         sequences = [
-            np.concatenate([np.array(prompt, dtype=np.int32), response_T[:length]], dtype=np.int32)
-            for prompt, response_T, length in zip(
-                batch.prompt_ids, response_BT, lengths, strict=True
+            np.concatenate(
+                [np.array(batch.prompt_ids[row], np.int32), response_BT[row, : length_B[row]]],
+                dtype=np.int32,
             )
+            for row in lengths.row_R
         ]
         return cls.from_sequences(
             sequences,
-            row_R=np.arange(len(sequences)),
-            prompt_lengths=[len(prompt) for prompt in batch.prompt_ids],
+            row_R=lengths.row_R,
+            prompt_lengths=[len(batch.prompt_ids[row]) for row in lengths.row_R],
             num_positions=response_BT.shape[1],
+            shared_length_R=lengths.shared_length_R,
         )
 
     @classmethod
-    def merge(cls, parts: Sequence[PackedRows], row_R: np.ndarray) -> PackedRows:
+    def merge(
+        cls, parts: Sequence[PackedRows], row_R: np.ndarray, shared_length_R: np.ndarray
+    ) -> PackedRows:
         """Return the rows with these numbers, in their order, each from the part that has it."""
-        found = {int(row): (part, index) for part in parts for index, row in enumerate(part.row_R)}
-        places = [found[int(row)] for row in row_R]
+        found = {
+            int(row): (tokens_S, length)
+            for part in parts
+            for row, tokens_S, length in zip(
+                part.row_R, part.sequences(range(part.num_rows)), part.prompt_length_R, strict=True
+            )
+        }
         return cls.from_sequences(
-            [part.sequence(index) for part, index in places],
+            [found[int(row)][0] for row in row_R],
             row_R=row_R,
-            prompt_lengths=[part.prompt_length_R[index] for part, index in places],
+            prompt_lengths=[found[int(row)][1] for row in row_R],
             num_positions=parts[0].num_positions,
+            shared_length_R=shared_length_R,
         )
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows R."""
-        return len(self.row_R)
 
     @property
     def response_length_R(self) -> np.ndarray:
         """[R] int64 number of response tokens of each row."""
-        lengths_R: np.ndarray = np.diff(self.start_R1) - self.prompt_length_R
+        lengths_R: np.ndarray = self.length_R - self.prompt_length_R
         return lengths_R
 
     @property
@@ -124,34 +136,38 @@ class PackedRows:
         """[R + 1] int64 position of each row's first response token among those of all rows."""
         return _offsets(self.response_length_R.tolist())
 
-    @property
-    def input_length_R(self) -> np.ndarray:
-        """[R] int64 number of tokens that the model reads: the last one predicts nothing."""
-        lengths_R: np.ndarray = np.maximum(1, np.diff(self.start_R1) - 1)
-        return lengths_R
-
-    def sequence(self, index: int) -> np.ndarray:
-        """Return the prompt and response of the row at an index, int32."""
-        tokens_S: np.ndarray = self.token_N[self.start_R1[index] : self.start_R1[index + 1]]
-        return tokens_S
+    def sequences(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return prompt and response of the rows at ascending indices, int32."""
+        wanted = {int(index) for index in indices}
+        start_R1 = _offsets((self.length_R - self.shared_length_R).tolist())
+        path = np.zeros(self.length_R.max(initial=0), dtype=np.int32)
+        found = []
+        for index in range(max(wanted, default=-1) + 1):
+            shared, length = self.shared_length_R[index], self.length_R[index]
+            path[shared:length] = self.token_N[start_R1[index] : start_R1[index + 1]]
+            if index in wanted:
+                found.append(path[:length].copy())
+        return found
 
     def take(self, indices: Sequence[int] | np.ndarray) -> PackedRows:
-        """Return the rows at these indices, in their order."""
+        """Return the rows at these ascending indices."""
         index_R = np.array(indices, dtype=np.int64)
         return self.from_sequences(
-            [self.sequence(index) for index in index_R],
+            self.sequences(index_R),
             row_R=self.row_R[index_R],
-            prompt_lengths=self.prompt_length_R[index_R].tolist(),
+            prompt_lengths=self.prompt_length_R[index_R],
             num_positions=self.num_positions,
+            shared_length_R=shared_between(self.shared_length_R, index_R),
         )
 
     def with_token_appended(self) -> PackedRows:
         """Return the rows, each with one more response token, whose id is 0."""
         return self.from_sequences(
-            [np.append(self.sequence(index), np.int32(0)) for index in range(self.num_rows)],
+            [np.append(tokens_S, np.int32(0)) for tokens_S in self.sequences(range(self.num_rows))],
             row_R=self.row_R,
-            prompt_lengths=self.prompt_length_R.tolist(),
+            prompt_lengths=self.prompt_length_R,
             num_positions=self.num_positions + 1,
+            shared_length_R=self.shared_length_R,
         )
 
 
@@ -249,7 +265,3 @@ def unpack_scores(
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:
     return np.cumsum(np.fromiter(chain((0,), lengths), dtype=np.int64))
-
-
-def _concatenate(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)

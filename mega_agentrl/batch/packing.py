@@ -6,7 +6,9 @@ was sampled in as its prompt; `trajectory_B` then holds the trajectory of each r
 numbers the prompts from 0. A failed trajectory gets a group of its own after these, so that its
 missing reward stays out of its prompt's mean. A pending reward is NaN until `fill_rewards`, so that
 it cannot be used by mistake. `tree_token_BT` numbers the tokens of all trees: a fork shares the ids
-of its parent's first `fork_len` tokens, and the padding is -1.
+of its parent's first `fork_len` tokens, and the padding is -1. `tree_order_B` and `shared_length_B`
+say which rows share which leading tokens: the prompt, what forks have in common, and what a reset
+context keeps of the sequence before it.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from mega_agentrl.batch.tree_order import common_length, order_rows
 from mega_agentrl.types.batch import TrainBatch
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
     ]
     width = max((row.stop - row.start for row in rows), default=0)
     trajectory_B = torch.tensor([row.trajectory_index for row in rows], dtype=torch.int64)
+    token_ids = _tree_token_ids(trees)
+    order, shared = order_rows(_row_token_ids(trees, token_ids, rows))
 
     def pad(values: Iterable[Sequence[float]], dtype: torch.dtype, fill: int = 0) -> torch.Tensor:
         by_trajectory = list(values)
@@ -61,13 +67,15 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
         mask_BT=_mask_failed_rows(mask_BT, trees, trajectory_B),
         group_B=torch.tensor(_group_ids(trees), dtype=torch.int64)[trajectory_B],
         reward_B=_rewards(trajectories)[trajectory_B],
-        tree_token_BT=pad(_tree_token_ids(trees), torch.int64, PAD_TREE_TOKEN),
+        tree_token_BT=pad(token_ids, torch.int64, PAD_TREE_TOKEN),
         rollout_logp_BT=pad((trajectory.logps for trajectory in trajectories), torch.float32),
         rollout_entropy_BT=pad(
             (trajectory.entropies for trajectory in trajectories), torch.float32
         ),
         version_BT=pad((trajectory.versions for trajectory in trajectories), torch.int64),
         trajectory_B=trajectory_B if len(rows) > len(trajectories) else None,
+        tree_order_B=torch.tensor(order, dtype=torch.int64),
+        shared_length_B=torch.tensor(shared, dtype=torch.int64),
     )
 
 
@@ -147,6 +155,8 @@ class _RowSegment:
     """Response tokens [start, stop) of a trajectory, sampled after `context_ids`."""
 
     trajectory_index: int
+    context_index: int
+    """0 for the prompt, then the number of the context reset."""
     context_ids: tuple[int, ...]
     start: int
     stop: int
@@ -157,9 +167,9 @@ def _row_segments(index: int, trajectory: Trajectory) -> Iterator[_RowSegment]:
     contexts = [(0, trajectory.prompt.token_ids)]
     contexts += [(reset.start, reset.token_ids) for reset in trajectory.context_resets]
     stops = [start for start, _ in contexts[1:]] + [len(trajectory.token_ids)]
-    for (start, context_ids), stop in zip(contexts, stops, strict=True):
+    for number, ((start, context_ids), stop) in enumerate(zip(contexts, stops, strict=True)):
         if start < stop or len(contexts) == 1:
-            yield _RowSegment(index, context_ids, start, stop)
+            yield _RowSegment(index, number, context_ids, start, stop)
 
 
 def _pad_to_tensor(
@@ -213,6 +223,61 @@ def _tree_token_ids_of_one(tree: RolloutTree, new_ids: Iterator[int]) -> Iterato
         ids += [next(new_ids) for _ in range(len(trajectory.token_ids) - len(ids))]
         earlier[trajectory.trajectory_id] = (trajectory, ids)
         yield ids
+
+
+def _row_token_ids(
+    trees: Sequence[RolloutTree], token_ids: Sequence[list[int]], rows: Sequence[_RowSegment]
+) -> list[list[int]]:
+    """Return the identities of the tokens of each row, prompt and response.
+
+    The rows of a tree share its prompt. A context that replaces another keeps the identities of the
+    tokens with which both begin; the others are new. Paths with the same history before the change
+    share the new context.
+    """
+    new_ids = count(1 + max((max(ids, default=0) for ids in token_ids), default=0))
+    known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    contexts = []
+    ids_of = iter(token_ids)
+    for tree in trees:
+        prompt = [next(new_ids) for _ in tree.prompt.token_ids]
+        contexts += [
+            _context_token_ids(trajectory, prompt, next(ids_of), known, new_ids)
+            for trajectory in tree.trajectories
+        ]
+    return [
+        contexts[row.trajectory_index][row.context_index]
+        + token_ids[row.trajectory_index][row.start : row.stop]
+        for row in rows
+    ]
+
+
+def _context_token_ids(
+    trajectory: Trajectory,
+    prompt: list[int],
+    ids: list[int],
+    known: dict[tuple[int, tuple[int, ...]], list[int]],
+    new_ids: Iterator[int],
+) -> list[list[int]]:
+    """Return the identities of the prompt and of each context that replaced it.
+
+    Args:
+        trajectory: A path with the response tokens `ids`.
+        prompt: Identities of the prompt's tokens.
+        ids: Identities of the response tokens.
+        known: Contexts so far, by the last token before the change and by content; it is extended.
+        new_ids: Identities for tokens that were not seen before.
+    """
+    contexts, tokens, start = [prompt], trajectory.prompt.token_ids, 0
+    for reset in trajectory.context_resets:
+        key = (ids[reset.start - 1] if reset.start else prompt[-1], reset.token_ids)
+        if key not in known:
+            before = [*tokens, *trajectory.token_ids[start : reset.start]]
+            kept = common_length(np.array(before), np.array(reset.token_ids))
+            before_ids = contexts[-1] + ids[start : reset.start]
+            known[key] = before_ids[:kept] + [next(new_ids) for _ in reset.token_ids[kept:]]
+        contexts.append(known[key])
+        tokens, start = reset.token_ids, reset.start
+    return contexts
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Decides on the driver which data rank gets which rows of a batch, and what each is sent.
 
-A pass over the batch and each optimizer step balance the tokens of the rows that they read
+A pass over the batch and each optimizer step balance the cost of the rows that they read
 (`plan_micro_batches`). So a data rank scores some rows and may train on others; for an update it is
 sent the tokens of those rows only that it has not been sent for scoring.
 """
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mega_agentrl.algo.policy_loss import loss_denominator
-from mega_agentrl.batch.micro_batching import plan_micro_batches
+from mega_agentrl.batch.micro_batching import InputLengths, plan_micro_batches
 from mega_agentrl.batch.packed_rows import PackedRows, PackedTargets
+from mega_agentrl.batch.tree_order import shared_between
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -45,6 +46,8 @@ class StepPlan:
     """Indices in the rows of the `UpdateShard`."""
     denominator: float
     """Divisor of the loss, counted over the rows of all data ranks (`loss_denominator`)."""
+    cost: float
+    """Cost of the micro-batches in tokens (`InputLengths.cost`)."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -52,7 +55,9 @@ class UpdateShard:
     """What a data rank needs for an update, beside the rows that it was sent for scoring."""
 
     row_R: np.ndarray
-    """[R] int64 numbers of the rows that it trains on, ascending."""
+    """[R] int64 numbers of the rows that it trains on, in depth-first order."""
+    shared_length_R: np.ndarray
+    """[R] int64 number of leading tokens that each shares with the one before it."""
     new_rows: PackedRows
     """Those of them that it was not sent for scoring."""
     targets: PackedTargets
@@ -63,7 +68,7 @@ class UpdateShard:
     def gather_rows(self, scored: ScoringShard | None) -> PackedRows:
         """Return the rows `row_R`, given what the data rank was sent for scoring."""
         parts = [self.new_rows] if scored is None else [self.new_rows, scored.rows]
-        return PackedRows.merge(parts, self.row_R)
+        return PackedRows.merge(parts, self.row_R, self.shared_length_R)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -73,24 +78,26 @@ class RowSharder:
     num_data: int
     budget_tokens: int
     num_multiple: int
+    pairs_per_token: float = float("inf")
 
     @classmethod
-    def from_config(cls, config: TrainConfig) -> RowSharder:
-        """Return the sharder for the ranks of a run."""
+    def from_config(cls, config: TrainConfig, pairs_per_token: float = float("inf")) -> RowSharder:
+        """Return the sharder for the ranks of a run; `pairs_per_token` as in `InputLengths`."""
         parallel = config.parallel
         return cls(
             num_data=parallel.data,
             budget_tokens=config.optim.micro_batch_tokens * parallel.context,
             num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
+            pairs_per_token=pairs_per_token,
         )
 
     def scoring_shards(self, rows: PackedRows) -> list[ScoringShard]:
         """Return the part of each data rank in a pass over all rows of a batch."""
         shards = []
-        for micros in self._plan(rows, range(rows.num_rows)):
-            numbers = sorted(row for micro in micros for row in micro)
+        for micros in self._plan(self._input_lengths(rows), range(rows.num_rows)):
+            indices = sorted(index for micro in micros for index in micro)
             shards.append(
-                ScoringShard(rows=rows.take(numbers), micros=_local_indices(micros, numbers))
+                ScoringShard(rows=rows.take(indices), micros=_local_indices(micros, indices))
             )
         return shards
 
@@ -116,44 +123,67 @@ class RowSharder:
             kl_weight_BT: [B, T] weight of each token's KL term; None for the coefficient.
             scored: What the data ranks were sent for scoring, if this batch was scored.
         """
+        lengths = self._input_lengths(rows)
         plans, denominators = [], []
         for mask_BT in step_masks:
-            numbers = mask_BT.any(dim=1).nonzero().flatten().tolist()
-            if numbers:
-                plans.append(self._plan(rows, numbers))
+            indices = np.flatnonzero(mask_BT.any(dim=1).numpy()[rows.row_R]).tolist()
+            if indices:
+                plans.append(self._plan(lengths, indices))
                 denominators.append(loss_denominator(mask_BT, aggregation).item())
         shards = []
         for data_rank in range(self.num_data):
             own = [plan[data_rank] for plan in plans]
-            trained = sorted(row for micros in own for micro in micros for row in micro)
+            trained = sorted(index for micros in own for micro in micros for index in micro)
             sent = set() if scored is None else set(scored[data_rank].rows.row_R.tolist())
-            row_R = np.array(trained, dtype=np.int64)
+            row_R = rows.row_R[trained]
             steps = tuple(
-                StepPlan(micros=_local_indices(micros, trained), denominator=denominator)
+                StepPlan(
+                    micros=_local_indices(micros, trained),
+                    denominator=denominator,
+                    cost=sum(lengths.cost(list(micro)) for micro in micros),
+                )
                 for micros, denominator in zip(own, denominators, strict=True)
             )
             shards.append(
                 UpdateShard(
                     row_R=row_R,
-                    new_rows=rows.take([row for row in trained if row not in sent]),
+                    shared_length_R=shared_between(rows.shared_length_R, trained),
+                    new_rows=rows.take([i for i in trained if rows.row_R[i] not in sent]),
                     targets=PackedTargets.from_batch(batch, row_R, targets, kl_weight_BT),
                     steps=steps,
                 )
             )
         return shards
 
-    def _plan(self, rows: PackedRows, numbers: Sequence[int]) -> list[MicroPlan]:
-        """Return the row numbers of the micro-batches of each data rank."""
-        length_R = rows.input_length_R
+    def _input_lengths(self, rows: PackedRows) -> InputLengths:
+        return InputLengths(
+            length_R=rows.input_length_R,
+            shared_length_R=rows.shared_input_length_R,
+            pairs_per_token=self.pairs_per_token,
+        )
+
+    def _plan(self, lengths: InputLengths, indices: Sequence[int]) -> list[MicroPlan]:
+        """Return the indices of the rows of the micro-batches of each data rank."""
         plan = plan_micro_batches(
-            [int(length_R[row]) for row in numbers],
+            lengths.take(indices),
             num_data=self.num_data,
             budget_tokens=self.budget_tokens,
             num_multiple=self.num_multiple,
         )
         return [
-            tuple(tuple(numbers[index] for index in micro) for micro in micros) for micros in plan
+            tuple(tuple(indices[index] for index in micro) for micro in micros) for micros in plan
         ]
+
+
+def load_imbalance(shards: Sequence[UpdateShard]) -> float:
+    """Return the cost of the costliest data rank divided by the mean over the ranks.
+
+    In each optimizer step all ranks wait for the costliest, so the maxima of the steps are summed.
+    The result is at least 1, and 1 without any step.
+    """
+    costs = [[step.cost for step in shard.steps] for shard in shards]
+    total = sum(map(sum, costs))
+    return sum(map(max, zip(*costs, strict=True))) * len(shards) / total if total else 1.0
 
 
 def _local_indices(micros: MicroPlan, numbers: Sequence[int]) -> MicroPlan:

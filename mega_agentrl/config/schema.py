@@ -16,6 +16,7 @@ from mega_agentrl.config.ranges import MAX_STEPS, MAX_TEXT_CHARS, Length, Range,
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.policy import (
+    BatchConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -64,6 +65,7 @@ class TrainConfig(Section):
     tool: ToolConfig = field(default_factory=ToolConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     data: DataConfig = field(default_factory=DataConfig)

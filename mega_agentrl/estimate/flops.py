@@ -65,17 +65,25 @@ class ForwardFlops:
         return self.linears + self.attention_scores + self.output_layer
 
 
-def forward_flops(shape: ModelShape, lengths: Sequence[int], num_scored: int) -> ForwardFlops:
+def forward_flops(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    num_scored: int,
+    shared_lengths: Sequence[int] | None = None,
+) -> ForwardFlops:
     """Return the FLOPs of a forward pass.
 
     Args:
         shape: The model.
         lengths: Number of tokens of each sequence.
         num_scored: Number of tokens that go through the output layer.
+        shared_lengths: Number of leading tokens of each sequence that are computed with the one
+            before it; None for none.
     """
-    num_tokens = sum(lengths)
+    shared = [0] * len(lengths) if shared_lengths is None else shared_lengths
+    num_tokens = sum(lengths) - sum(shared)
     per_token = sum(layer_flops_per_token(shape, layer) for layer in range(shape.num_layers))
-    num_pairs = sum(length * (length + 1) // 2 for length in lengths)
+    num_pairs = sum(map(_triangle, lengths)) - sum(map(_triangle, shared))
     query = shape.num_heads * shape.head_dim
     return ForwardFlops(
         linears=float(num_tokens * per_token),
@@ -98,9 +106,21 @@ def layer_flops_per_token(shape: ModelShape, layer: int) -> int:
     )
 
 
-def train_flops(shape: ModelShape, lengths: Sequence[int], num_scored: int) -> float:
+def train_flops(
+    shape: ModelShape,
+    lengths: Sequence[int],
+    num_scored: int,
+    shared_lengths: Sequence[int] | None = None,
+) -> float:
     """Return the FLOPs of a forward and a backward pass; arguments as in `forward_flops`."""
-    return FORWARD_BACKWARD_FACTOR * forward_flops(shape, lengths, num_scored).total
+    forward = forward_flops(shape, lengths, num_scored, shared_lengths)
+    return FORWARD_BACKWARD_FACTOR * forward.total
+
+
+def pairs_per_token(shape: ModelShape) -> float:
+    """Return how many attention scores cost as many FLOPs as all linears for one token."""
+    one = forward_flops(shape, [1], num_scored=1)
+    return (one.linears + one.output_layer) / one.attention_scores
 
 
 def peak_flops(gpu_name: str) -> float | None:
@@ -112,3 +132,7 @@ def peak_flops(gpu_name: str) -> float | None:
     if _MIG_SLICE.search(gpu_name):
         return None
     return next((peak for name, peak in _PEAK_FLOPS if name.search(gpu_name)), None)
+
+
+def _triangle(length: int) -> int:
+    return length * (length + 1) // 2

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mega_agentrl.batch.micro_batching import minibatch_row_lengths, token_imbalance
 from mega_agentrl.report.metrics_file import FIRST_FAILURE_METRIC
 from mega_agentrl.report.progress import StageProgress, StepSummary, format_duration
 from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
@@ -207,10 +206,6 @@ class RunLogger:
             "actor/lr": stats.learning_rate,
             "actor/num_tokens": stats.num_tokens,
             "actor/num_skipped_steps": stats.num_skipped_steps,
-            "batch/token_imbalance": token_imbalance(
-                minibatch_row_lengths(batch, self._config.optim.num_minibatches),
-                self._config.parallel.data,
-            ),
             **{f"actor/{name}": value for name, value in stats.metrics.items()},
             **{f"weight_sync/{name}": value for name, value in sync_metrics.items()},
         }

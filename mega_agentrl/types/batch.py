@@ -22,6 +22,8 @@ _INT64_FIELDS = (
     "tree_token_BT",
     "version_BT",
     "trajectory_B",
+    "tree_order_B",
+    "shared_length_B",
 )
 
 
@@ -69,6 +71,12 @@ class TrainBatch:
     """[B, T] float32 returns, the critic's targets."""
     trajectory_B: torch.Tensor | None = None
     """[B] int64 index of the trajectory of each row, where a trajectory may be several rows."""
+    tree_order_B: torch.Tensor | None = None
+    """[B] int64 row numbers in depth-first order of the rollout trees (`batch.tree_order`); None
+    if rows share nothing."""
+    shared_length_B: torch.Tensor | None = None
+    """[B] int64 number of leading tokens, prompt and response, that row `tree_order_B[i]` shares
+    with row `tree_order_B[i - 1]`; 0 where a tree begins."""
     baseline_B: torch.Tensor | None = None
     """[B] float32 reward of the greedy answer to the row's prompt (ReMax), NaN where it failed."""
 

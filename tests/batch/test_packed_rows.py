@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,10 @@ from mega_agentrl.batch.packed_rows import (
     pack_values,
     unpack_scores,
 )
+from mega_agentrl.batch.tree_order import shared_between
 from tests.parallel.reference import make_batch
 from tests.train_batches import select_rows
+from tests.tree_batches import make_tree_batch, tree_shapes
 
 
 def two_rows():
@@ -27,7 +31,7 @@ def two_rows():
 def test_two_rows_by_hand():
     batch = two_rows()
     rows = PackedRows.from_batch(batch)
-    assert rows.start_R1.tolist() == [0, 9, 22]
+    assert rows.length_R.tolist() == [9, 13]
     assert rows.response_start_R1.tolist() == [0, 1, 13]
     assert rows.input_length_R.tolist() == [8, 12]
     assert rows.token_N.dtype == np.int32
@@ -35,29 +39,51 @@ def test_two_rows_by_hand():
     response_BT = batch.response_BT.tolist()
     assert rows.token_N.tolist() == [*first, response_BT[0][0], *second, *response_BT[1]]
     longer = rows.with_token_appended()
-    assert longer.sequence(0).tolist() == [*rows.sequence(0), 0]
+    assert longer.sequences([0])[0].tolist() == [*rows.sequences([0])[0], 0]
     assert (longer.num_positions, longer.row_R.tolist()) == (13, [0, 1])
 
 
-def test_merged_rows_are_in_the_requested_order():
-    rows = PackedRows.from_batch(make_batch())
-    parts = [rows.take([4, 0]), rows.take([2, 5])]
-    merged, expected = PackedRows.merge(parts, np.array([5, 0, 2])), rows.take([5, 0, 2])
-    assert merged.row_R.tolist() == [5, 0, 2]
-    assert merged.token_N.tolist() == expected.token_N.tolist()
-    assert merged.prompt_length_R.tolist() == expected.prompt_length_R.tolist()
+def test_shared_tokens_are_stored_once():
+    # A prompt of 5, a root of 7, a fork of its first 3 with 6 more, one of that, another root.
+    batch = make_tree_batch()
+    rows = PackedRows.from_batch(batch)
+    assert rows.row_R.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert rows.length_R.tolist() == [12, 14, 12, 8, 13, 5, 9, 9]
+    assert rows.shared_length_R.tolist() == [0, 8, 10, 5, 0, 0, 5, 9]
+    assert len(rows.token_N) == 12 + 6 + 2 + 3 + 13 + 5 + 4 + 0
+    # The model reads a row without its last token: row 6 needs the one of row 5, row 7 none.
+    assert rows.shared_input_length_R.tolist() == [0, 8, 10, 5, 0, 0, 4, 8]
+    flat = PackedRows.from_batch(batch, share=False)
+    assert flat.shared_length_R.tolist() == [0] * 8
+    for whole, shared in zip(flat.sequences(range(8)), rows.sequences(range(8)), strict=True):
+        assert whole.tolist() == shared.tolist()
 
 
-def test_offsets_of_other_rows_are_refused():
+@given(drawn=tree_shapes(), data=st.data())
+def test_any_rows_taken_and_merged_have_their_tokens(drawn, data):
+    rows = PackedRows.from_batch(make_tree_batch(drawn))
+    numbers = range(rows.num_rows)
+    left = [index for index in numbers if data.draw(st.booleans())]
+    right = [index for index in numbers if index not in left]
+    wanted = [index for index in numbers if data.draw(st.booleans())] or [0]
+    merged = PackedRows.merge(
+        [rows.take(left), rows.take(right)],
+        rows.row_R[wanted],
+        shared_between(rows.shared_length_R, wanted),
+    )
+    taken = rows.take(wanted)
+    for name in ("row_R", "length_R", "shared_length_R", "prompt_length_R", "token_N"):
+        assert getattr(merged, name).tolist() == getattr(taken, name).tolist()
+    expected = rows.sequences(wanted)
+    for got in (merged, taken.with_token_appended()):
+        for tokens, whole in zip(got.sequences(range(len(wanted))), expected, strict=True):
+            assert tokens[: len(whole)].tolist() == whole.tolist()
+
+
+def test_tokens_of_other_lengths_are_refused():
     rows = PackedRows.from_batch(two_rows())
     with pytest.raises(ValueError, match="22 tokens"):
-        PackedRows(
-            row_R=rows.row_R,
-            start_R1=rows.start_R1,
-            prompt_length_R=rows.prompt_length_R,
-            token_N=rows.token_N[:9],
-            num_positions=12,
-        )
+        replace(rows, token_N=rows.token_N[:9])
 
 
 def test_targets_are_padded_with_zeros_to_the_width_of_the_batch():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.batch.packed_rows import PackedRows
-from mega_agentrl.batch.row_sharding import RowSharder
+from mega_agentrl.batch.row_sharding import RowSharder, load_imbalance
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
 from tests.parallel.reference import make_batch
+from tests.tree_batches import make_tree_batch, tree_shapes
 
 
 def shards_of(batch, sharder, num_steps):
@@ -19,7 +23,7 @@ def shards_of(batch, sharder, num_steps):
     scored = sharder.scoring_shards(rows)
     return scored, sharder.update_shards(
         batch,
-        minibatch_masks(batch.mask_BT, num_steps),
+        minibatch_masks(batch, num_steps),
         rows=rows,
         aggregation="token_mean",
         targets=("old_logp",),
@@ -40,17 +44,41 @@ def test_only_rows_that_another_rank_has_scored_are_sent_again():
     assert plans == [[((0,),), ((1,),)], [((0, 1),), ((2,),)]]
 
 
+def test_ranks_are_sent_the_tokens_of_their_trees_once():
+    # Trees of 23, 13 and 9 tokens: 22 against 12 and 8.
+    sharder = RowSharder(num_data=2, budget_tokens=24, num_multiple=1)
+    scored, updates = shards_of(make_tree_batch(), sharder, 1)
+    assert [shard.rows.row_R.tolist() for shard in scored] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [len(shard.rows.token_N) for shard in scored] == [23, 22]
+    assert [shard.new_rows.num_rows for shard in updates] == [0, 0]
+    # 11 + 5 + 1 + 2 tokens of the first tree's inputs.
+    assert [step.cost for shard in updates for step in shard.steps] == [19, 12 + 4 + 4]
+    assert load_imbalance(updates) == pytest.approx(20 / 19.5)
+
+
+def test_imbalance_of_steps_is_that_of_the_costliest_ranks():
+    def shards(*costs):
+        return [SimpleNamespace(steps=[SimpleNamespace(cost=c) for c in rank]) for rank in costs]
+
+    # Different ranks are costliest in the two steps, and the others wait in both.
+    assert load_imbalance(shards([3.0, 1.0], [1.0, 3.0])) == 1.5
+    assert load_imbalance(shards([4.0], [0.0], [0.0], [0.0])) == 4.0
+    assert load_imbalance(shards([], [])) == 1.0
+
+
 @given(
+    drawn=tree_shapes(),
     num_data=st.integers(1, 7),
-    budget_tokens=st.integers(12, 60),
+    extra_tokens=st.integers(0, 60),
     num_multiple=st.integers(1, 3),
     num_steps=st.integers(1, 7),
 )
-def test_every_row_is_scored_and_trained_on_once(num_data, budget_tokens, num_multiple, num_steps):
-    batch, sharder = (
-        make_batch(),
-        RowSharder(num_data=num_data, budget_tokens=budget_tokens, num_multiple=num_multiple),
-    )
+def test_every_row_is_scored_and_trained_on_once(
+    drawn, num_data, extra_tokens, num_multiple, num_steps
+):
+    batch = make_tree_batch(drawn)
+    budget_tokens = int(PackedRows.from_batch(batch).input_length_R.max()) + extra_tokens
+    sharder = RowSharder(num_data=num_data, budget_tokens=budget_tokens, num_multiple=num_multiple)
     rows = PackedRows.from_batch(batch)
     scored, updates = shards_of(batch, sharder, num_steps)
     numbers = [
@@ -60,12 +88,14 @@ def test_every_row_is_scored_and_trained_on_once(num_data, budget_tokens, num_mu
         for index in micro
     ]
     assert sorted(numbers) == list(range(batch.num_rows))
-    masks = [mask_BT for mask_BT in minibatch_masks(batch.mask_BT, num_steps) if mask_BT.any()]
+    masks = [mask_BT for mask_BT in minibatch_masks(batch, num_steps) if mask_BT.any()]
     for shard, before in zip(updates, scored, strict=True):
         assert not set(shard.new_rows.row_R) & set(before.rows.row_R)
-        own, expected = shard.gather_rows(before), rows.take(shard.row_R)
+        order = rows.row_R.tolist()
+        own = shard.gather_rows(before)
+        expected = rows.take([order.index(row) for row in shard.row_R])
         assert own.token_N.tolist() == expected.token_N.tolist()
-        assert own.start_R1.tolist() == expected.start_R1.tolist()
+        assert own.shared_length_R.tolist() == expected.shared_length_R.tolist()
         assert [step.denominator for step in shard.steps] == [int(mask.sum()) for mask in masks]
         assert {len(step.micros) % num_multiple for step in shard.steps} == {0}
     for number, mask_BT in enumerate(masks):

@@ -1,8 +1,9 @@
 """The single-process reference: transformers in float32, torch's autograd, torch's AdamW.
 
-Rows are scored one at a time, without padding. The batch of all layouts is created here too,
-because its old and reference log-probs lie around those of the model, so that the clip range
-cuts some tokens on either side and not the others.
+Rows are scored one at a time, without padding and without sharing anything. The batch of all
+layouts has forked trees, and a row without a trained token; its old and reference log-probs lie
+around those of the model, so that the clip range cuts some tokens on either side and not the
+others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mega_agentrl.algo.policy_loss import aggregate, clipped
 from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.types.batch import TrainBatch
 from tests.tiny_models import SIZES, make_tiny_model
+from tests.tree_batches import make_tree_batch
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -31,7 +33,7 @@ TEMPERATURE = 1.3
 
 
 def make_batch(seed: int = 3) -> TrainBatch:
-    """Six rows of different lengths, one without a trained token, advantages of both signs."""
+    """Six rows that share nothing, one without a trained token, advantages of both signs."""
     generator = torch.Generator().manual_seed(seed)
     num_rows, width, vocab = len(PROMPTS), max(RESPONSES), SIZES["vocab_size"]
     response_BT = torch.zeros(num_rows, width, dtype=torch.int64)
@@ -85,7 +87,8 @@ def make_reference(name: str, folder: Path, config: TrainConfig) -> Reference:
     family, _, tied = name.partition("-")
     make_tiny_model(family, folder, tied=bool(tied))
     model = load_model(folder)
-    batch = make_batch()
+    batch = make_tree_batch(vocab=SIZES["vocab_size"])
+    batch.mask_BT[1] = False
     logp_BT, entropy_BT = score(model, batch, TEMPERATURE)
     own_BT, noise_BT = logp_BT.detach(), batch.old_logp_BT + 4.0
     batch = batch.with_fields(old_logp_BT=own_BT + noise_BT, ref_logp_BT=own_BT - noise_BT)

@@ -1,20 +1,23 @@
-"""Plans for causal attention inside packed rows.
+"""Plans for causal attention inside packed trees.
 
-A segment is a run of consecutive queries of one rank with the keys they may attend to: the
-first `num_keys` tokens of the row, ending with the segment's last query. Query q of a segment
-attends to its keys 0 .. num_keys - num_queries + q. Without context parallelism a segment is a
-row; with it, every row gives each rank two segments (see `parallel.context_parallel`).
+A micro-batch holds trees in depth-first order (`actor.training.packing`). A branch is a run of its
+tokens that follows one path; the keys of a token are those of the path from the root of its tree to
+itself, which is a list of runs of packed tokens. A segment is a run of consecutive queries of one
+branch on one rank, with its keys in the order of the path, ending with the segment's last query:
+query q of a segment attends to its keys 0 .. num_keys - num_queries + q. Where rows share nothing
+every branch is a row, and has one segment, or two with context parallelism.
 
 Two plans compute the same attention:
 
     padded  segments of similar size stacked into rectangular blocks, for batched kernels
     varlen  segments end to end with cumulative lengths, for variable-length kernels
 
-Both gather keys by index, because under context parallelism the keys come from all ranks and
-some belong to two segments. A plan is built once per micro-batch and used by every layer.
+Both gather keys by index, because a key belongs to the segments of all branches below it, and under
+context parallelism the keys come from all ranks. A plan is built once per micro-batch and used by
+every layer.
 
-Shape suffixes: S queries of this rank, W gathered keys, P query slots and K key slots of a
-plan, N segments.
+Shape suffixes: S queries of this rank, W packed tokens of all context ranks, P query slots and K
+key slots of a plan, N segments, G trees.
 """
 
 from __future__ import annotations
@@ -35,15 +38,32 @@ _KERNEL_LAUNCH_COST_SCORES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A run of packed tokens that follows one path of a tree."""
+
+    start: int
+    """First packed token."""
+    stop: int
+    """One past the last; the next branch begins there."""
+    path: tuple[tuple[int, int], ...]
+    """Runs (start, stop) of packed tokens from the root to the first token of the branch, which
+    none of them contains; empty for a root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSegment:
-    """A run of queries of one row and the keys they attend to."""
+    """A run of queries of one branch and the keys they attend to."""
 
     query_start: int
     """First query, in this rank's tokens."""
     num_queries: int
-    key_start: int
-    """First key, in the packed tokens of all context ranks."""
-    num_keys: int
+    key_runs: tuple[tuple[int, int], ...]
+    """Runs (start, stop) of packed tokens, in the order of the path."""
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys."""
+        return sum(stop - start for start, stop in self.key_runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,36 +104,49 @@ class VarlenAttentionPlan:
     """`[K]` gathered key of each key slot; None if they are in order."""
 
 
-def split_into_segments(start_R: Sequence[int], rank: int, size: int) -> list[AttentionSegment]:
+def split_into_segments(
+    start_G: Sequence[int], branches: Sequence[Branch], rank: int, size: int
+) -> list[AttentionSegment]:
     """Return the segments of a context-parallel rank, in the order of its tokens."""
     segments: list[AttentionSegment] = []
-    query_start = 0
-    for start, stop in pairwise(start_R):
+    query_start, remaining = 0, iter(branches)
+    branch = next(remaining)
+    for start, stop in pairwise(start_G):
         for first, last in rank_token_spans(stop - start, rank, size):
-            segments.append(
-                AttentionSegment(
-                    query_start=query_start,
-                    num_queries=last - first,
-                    key_start=start,
-                    num_keys=last,
+            position, last = start + first, start + last
+            while position < last:
+                while branch.stop <= position:
+                    branch = next(remaining)
+                end = min(branch.stop, last)
+                segments.append(
+                    AttentionSegment(
+                        query_start=query_start,
+                        num_queries=end - position,
+                        key_runs=(*branch.path, (branch.start, end)),
+                    )
                 )
-            )
-            query_start += last - first
+                query_start += end - position
+                position = end
     return segments
 
 
 def make_padded_plan(
-    start_R: Sequence[int], rank: int, size: int, device: torch.device
+    start_G: Sequence[int],
+    branches: Sequence[Branch],
+    rank: int,
+    size: int,
+    device: torch.device,
 ) -> PaddedAttentionPlan:
     """Build the padded plan of a context-parallel rank."""
-    segments = split_into_segments(start_R, rank, size)
-    groups = group_by_size(segments)
-    gathered_W = gathered_token_indices(start_R, size)
+    segments = split_into_segments(start_G, branches, rank, size)
+    gathered_W = gathered_token_indices(start_G, size)
     slot_S = torch.empty(sum(part.num_queries for part in segments), dtype=torch.int64)
     queries, keys, blocks, num_slots = [], [], [], 0
-    for group in groups:
-        query_NP, real_NP = _slot_tokens([(part.query_start, part.num_queries) for part in group])
-        key_NK, _ = _slot_tokens([(part.key_start, part.num_keys) for part in group])
+    for group in group_by_size(segments):
+        query_NP, real_NP = _pad_to_longest(
+            [torch.arange(part.num_queries) + part.query_start for part in group]
+        )
+        key_NK, _ = _pad_to_longest([_key_tokens(part) for part in group])
         slot_S[query_NP[real_NP]] = num_slots + torch.nonzero(real_NP.flatten()).flatten()
         num_slots += query_NP.numel()
         queries.append(query_NP.flatten())
@@ -128,14 +161,18 @@ def make_padded_plan(
 
 
 def make_varlen_plan(
-    start_R: Sequence[int], rank: int, size: int, device: torch.device
+    start_G: Sequence[int],
+    branches: Sequence[Branch],
+    rank: int,
+    size: int,
+    device: torch.device,
 ) -> VarlenAttentionPlan:
     """Build the varlen plan of a context-parallel rank."""
-    segments = split_into_segments(start_R, rank, size)
+    segments = split_into_segments(start_G, branches, rank, size)
     key_K = None
-    if size > 1:
-        parts = [torch.arange(part.key_start, part.key_start + part.num_keys) for part in segments]
-        key_K = gathered_token_indices(start_R, size)[torch.cat(parts)].to(device)
+    if size > 1 or any(branch.path for branch in branches):
+        tokens_K = torch.cat([_key_tokens(part) for part in segments])
+        key_K = gathered_token_indices(start_G, size)[tokens_K].to(device)
     return VarlenAttentionPlan(
         cu_seqlens_q=cumulative_lengths([part.num_queries for part in segments], device),
         cu_seqlens_k=cumulative_lengths([part.num_keys for part in segments], device),
@@ -171,12 +208,18 @@ def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSe
     return groups
 
 
-def _slot_tokens(runs: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[N, longest]` tokens of (start, count) runs, padded, and a mask of the real ones."""
-    start_N, count_N = torch.tensor(runs).unbind(1)
+def _key_tokens(segment: AttentionSegment) -> torch.Tensor:
+    """Return the packed tokens of the segment's keys."""
+    return torch.cat([torch.arange(start, stop) for start, stop in segment.key_runs])
+
+
+def _pad_to_longest(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[N, longest]` tokens, padded with the last of each, and a mask of the real ones."""
+    count_N = torch.tensor([len(part) for part in tokens])
     step = torch.arange(int(count_N.max()))
-    token_NL = start_N[:, None] + torch.minimum(step[None], count_N[:, None] - 1)
-    return token_NL, step[None] < count_N[:, None]
+    start_N = count_N.cumsum(0) - count_N
+    index_NL = start_N[:, None] + torch.minimum(step[None], count_N[:, None] - 1)
+    return torch.cat(list(tokens))[index_NL], step[None] < count_N[:, None]
 
 
 def _make_block(group: Sequence[AttentionSegment], device: torch.device) -> SegmentBlock:

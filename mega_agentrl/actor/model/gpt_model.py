@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
-from mega_agentrl.actor.model.packed_attention import PackedRowParams
+from mega_agentrl.actor.model.packed_attention import PackedTreeParams
 from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
 from mega_agentrl.config.enums import Recompute
@@ -82,17 +82,11 @@ class GPTModelChunk(GPTModel):
             `[S, 1, D]` hidden states. All but the last chunk return the input of the next one,
             which is `[S/tp, 1, D]` under sequence parallelism.
         """
-        rows = PackedRowParams.from_row_starts(
-            micro.start_R,
-            micro.position_S,
-            context_rank=micro.context_rank,
-            context_size=micro.context_size,
-        )
         hidden = self(
             input_ids=micro.token_S[None],
             position_ids=micro.position_S[None],
             attention_mask=None,
-            packed_seq_params=rows,
+            packed_seq_params=PackedTreeParams.from_micro_batch(micro),
         )
         if self.post_process and self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(

@@ -4,7 +4,7 @@ A head maps a micro-batch and the hidden states after the final norm to `[R, T]`
 the objective or the caller of a forward-only pass receives.
 
 Shape suffixes: R rows of the micro-batch, T response positions, S packed tokens, N evaluated
-tokens, D hidden width.
+tokens, a shared one counted once, D hidden width.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LogProbHead:
             hidden_ND, model.output_weight(), micro.target_N, self.temperature, self.vocab_shard
         )
         width = self.num_positions
-        return micro.scatter_to_rows(logp_N, width), micro.scatter_to_rows(entropy_N, width)
+        return micro.to_rows(logp_N, width), micro.to_rows(entropy_N, width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,4 +69,4 @@ class ScalarHead:
         """Return the `[R, T]` float32 values."""
         hidden_ND = hidden_S1D.squeeze(1).index_select(0, micro.predict_N)
         value_N = hidden_ND.float() @ model.output_weight().float().squeeze(0)
-        return (micro.scatter_to_rows(value_N, self.num_positions),)
+        return (micro.to_rows(value_N, self.num_positions),)

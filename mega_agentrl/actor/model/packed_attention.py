@@ -1,14 +1,16 @@
-"""Core attention over packed rows, for Megatron layers without Transformer Engine.
+"""Core attention over packed trees, for Megatron layers without Transformer Engine.
 
-The packed tokens pass through the layers as one sequence of batch size 1 (`sbhd`), so that
-norms, linear layers and rotary embedding process no padding between rows. Only the core
-attention separates the rows:
+The packed tokens pass through the layers as one sequence of batch size 1 (`sbhd`), so that norms,
+linear layers and rotary embedding process each token once and no padding. Only the core attention
+knows the trees (`attention_plan`):
 
     GPU, 16-bit  torch's variable-length flash attention, without padding; before torch 2.12 with
                  key and value heads repeated
-    otherwise    torch's scaled-dot-product attention over blocks of rows of similar length
+    otherwise    torch's scaled-dot-product attention over blocks of branches of similar length
 
-With context parallelism the keys and values of all context ranks are gathered first.
+With context parallelism the keys and values of all context ranks are gathered first. Keys and
+values that are gathered along the paths of a tree, of which there are as many as in flat rows, are
+not kept for the backward pass but gathered again.
 
 Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D head width.
 """
@@ -16,8 +18,9 @@ Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D 
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +31,7 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from mega_agentrl.actor.model.attention_plan import (
+    Branch,
     PaddedAttentionPlan,
     VarlenAttentionPlan,
     cumulative_lengths,
@@ -37,41 +41,40 @@ from mega_agentrl.actor.model.attention_plan import (
 from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
 
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from mega_agentrl.actor.training.packing import MicroBatch
+
 
 @dataclass
-class PackedRowParams(PackedSeqParams):
-    """Row boundaries of a packed micro-batch, in the form Megatron passes to the attention.
+class PackedTreeParams(PackedSeqParams):
+    """The trees of a packed micro-batch, in the form Megatron passes to the attention.
 
-    Megatron's own fields hold the same boundaries for Transformer Engine, which splits rows over
-    context ranks in the same way. They count padding at the end of a row as part of the row, so
-    that kernels without support for gaps can be used; no real token attends to it.
+    Megatron's own fields hold the boundaries of the trees for Transformer Engine, which splits
+    sequences over context ranks in the same way; they are right for trees of a single row only.
+    They count padding at the end of a tree as part of it, so that kernels without support for gaps
+    can be used; no real token attends to it.
     """
 
     position_S: torch.Tensor = None
-    """`[S]` int64 position of each token within its row."""
-    start_R: tuple[int, ...] = ()
-    """`[R + 1]` first token of each row in the packed tokens of all context ranks, and W."""
+    """`[S]` int64 position of each token on its path."""
+    start_G: tuple[int, ...] = ()
+    """`[G + 1]` first token of each tree in the packed tokens of all context ranks, and W."""
+    branches: tuple[Branch, ...] = ()
+    """All branches in order."""
     context_rank: int = 0
     context_size: int = 1
 
     @classmethod
-    def from_row_starts(
-        cls,
-        start_R: Sequence[int],
-        position_S: torch.Tensor,
-        *,
-        context_rank: int = 0,
-        context_size: int = 1,
-    ) -> PackedRowParams:
-        """Create the parameters from the row starts and positions of a `MicroBatch`."""
-        assert start_R[-1] == len(position_S) * context_size, "rows and tokens differ"
-        lengths = [stop - start for start, stop in pairwise(start_R)]
+    def from_micro_batch(cls, micro: MicroBatch) -> PackedTreeParams:
+        """Create the parameters of a micro-batch."""
+        start_G, position_S = micro.start_G, micro.position_S
+        assert start_G[-1] == len(position_S) * micro.context_size, "trees and tokens differ"
+        lengths = [stop - start for start, stop in pairwise(start_G)]
         ends = cumulative_lengths(lengths, position_S.device)
         return cls(
             qkv_format="sbhd",
@@ -82,23 +85,37 @@ class PackedRowParams(PackedSeqParams):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             position_S=position_S,
-            start_R=tuple(start_R),
-            context_rank=context_rank,
-            context_size=context_size,
+            start_G=start_G,
+            branches=micro.branches,
+            context_rank=micro.context_rank,
+            context_size=micro.context_size,
         )
+
+    @property
+    def has_forks(self) -> bool:
+        """Whether any tree has more than one branch."""
+        return len(self.branches) >= len(self.start_G)
 
     @cached_property
     def padded_plan(self) -> PaddedAttentionPlan:
         """The padded plan, built on first use on the device of the positions."""
         return make_padded_plan(
-            self.start_R, self.context_rank, self.context_size, self.position_S.device
+            self.start_G,
+            self.branches,
+            self.context_rank,
+            self.context_size,
+            self.position_S.device,
         )
 
     @cached_property
     def varlen_plan(self) -> VarlenAttentionPlan:
         """The varlen plan, built on first use on the device of the positions."""
         return make_varlen_plan(
-            self.start_R, self.context_rank, self.context_size, self.position_S.device
+            self.start_G,
+            self.branches,
+            self.context_rank,
+            self.context_size,
+            self.position_S.device,
         )
 
 
@@ -127,7 +144,7 @@ class PackedAttention(MegatronModule):
         attention_mask: None,
         attn_mask_type: Any = None,
         attention_bias: None = None,
-        packed_seq_params: PackedRowParams | None = None,
+        packed_seq_params: PackedTreeParams | None = None,
     ) -> torch.Tensor:
         """Map `[S, 1, H, D]` query and `[S, 1, Hkv, D]` key and value to `[S, 1, H * D]`."""
         assert packed_seq_params is not None, "every micro-batch is packed"
@@ -145,32 +162,32 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    rows: PackedRowParams,
+    trees: PackedTreeParams,
     scale: float | None = None,
     *,
     context_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention inside each row.
+    """Compute causal attention along the paths of each tree.
 
     Args:
         query: `[S, 1, H, D]`.
         key: `[S, 1, Hkv, D]`.
         value: `[S, 1, Hkv, D]`.
-        rows: Row boundaries of the micro-batch.
+        trees: The trees of the micro-batch.
         scale: Factor of the scores, 1 / sqrt(D) by default.
-        context_group: The context-parallel group; required if `rows.context_size` is above 1.
+        context_group: The context-parallel group; required if `trees.context_size` is above 1.
 
     Returns:
         `[S, 1, H * D]`.
     """
     query_SHD, key_WHD, value_WHD = (part.squeeze(1) for part in (query, key, value))
-    if rows.context_size > 1:
-        assert context_group is not None, "rows are cut over context ranks"
+    if trees.context_size > 1:
+        assert context_group is not None, "trees are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
         key_WHD, value_WHD = key_value.chunk(2, dim=1)
     is_varlen = supports_varlen_attention(query.device, query.dtype, query.size(-1))
     compute = _varlen_attention if is_varlen else _padded_attention
-    return compute(query_SHD, key_WHD, value_WHD, rows, scale).reshape(query.size(0), 1, -1)
+    return compute(query_SHD, key_WHD, value_WHD, trees, scale).reshape(query.size(0), 1, -1)
 
 
 def supports_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -189,32 +206,28 @@ def _varlen_attention(
     query_SHD: torch.Tensor,
     key_WHD: torch.Tensor,
     value_WHD: torch.Tensor,
-    rows: PackedRowParams,
+    trees: PackedTreeParams,
     scale: float | None,
 ) -> torch.Tensor:
-    plan = rows.varlen_plan
-    if plan.key_index_K is not None:
-        key_WHD, value_WHD = (
-            part.index_select(0, plan.key_index_K) for part in (key_WHD, value_WHD)
-        )
-    grouped_queries = {}
+    plan = trees.varlen_plan
+    grouped_queries, num_heads = {}, query_SHD.size(1)
     if _accepts_grouped_queries(varlen_attn):
-        grouped_queries["enable_gqa"] = query_SHD.size(1) != key_WHD.size(1)
-    else:
-        key_WHD, value_WHD = (_repeat_heads(p, query_SHD.size(1)) for p in (key_WHD, value_WHD))
-    return varlen_attn(
-        query_SHD,
-        key_WHD,
-        value_WHD,
-        plan.cu_seqlens_q,
-        plan.cu_seqlens_k,
-        plan.max_seqlen_q,
-        plan.max_seqlen_k,
-        scale=scale,
-        # Causal: the last query of a segment is aligned with its last key.
-        window_size=(-1, 0),
-        **grouped_queries,
-    )
+        grouped_queries["enable_gqa"] = num_heads != key_WHD.size(1)
+        num_heads = key_WHD.size(1)
+    with _gather_again_in_backward(trees.has_forks) as gather:
+        return varlen_attn(
+            query_SHD,
+            gather(key_WHD, plan.key_index_K, num_heads),
+            gather(value_WHD, plan.key_index_K, num_heads),
+            plan.cu_seqlens_q,
+            plan.cu_seqlens_k,
+            plan.max_seqlen_q,
+            plan.max_seqlen_k,
+            scale=scale,
+            # Causal: the last query of a segment is aligned with its last key.
+            window_size=(-1, 0),
+            **grouped_queries,
+        )
 
 
 @cache
@@ -223,40 +236,84 @@ def _accepts_grouped_queries(function: Callable[..., torch.Tensor]) -> bool:
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-def _repeat_heads(part_WHD: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Repeat key or value heads, so that there are as many as query heads."""
-    return part_WHD.repeat_interleave(num_heads // part_WHD.size(1), dim=1)
-
-
 def _padded_attention(
     query_SHD: torch.Tensor,
     key_WHD: torch.Tensor,
     value_WHD: torch.Tensor,
-    rows: PackedRowParams,
+    trees: PackedTreeParams,
     scale: float | None,
 ) -> torch.Tensor:
-    plan = rows.padded_plan
-    if query_SHD.is_cuda and query_SHD.size(1) != key_WHD.size(1):
-        # The only fused GPU kernel for float32 needs as many key heads as query heads.
-        key_WHD, value_WHD = (_repeat_heads(p, query_SHD.size(1)) for p in (key_WHD, value_WHD))
-    key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
+    plan = trees.padded_plan
+    # The only fused GPU kernel for float32 needs as many key heads as query heads.
+    num_heads = query_SHD.size(1) if query_SHD.is_cuda else key_WHD.size(1)
     query_sizes = [block.num_segments * block.num_queries for block in plan.blocks]
+    key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
     parts = zip(
         plan.blocks,
         query_SHD.index_select(0, plan.query_index_P).split(query_sizes),
-        key_WHD.index_select(0, plan.key_index_K).split(key_sizes),
-        value_WHD.index_select(0, plan.key_index_K).split(key_sizes),
+        plan.key_index_K.split(key_sizes),
         strict=True,
     )
     outputs = []
-    for block, query, key, value in parts:
-        batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
-        out = functional.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in batch),
-            attn_mask=block.mask,
-            is_causal=block.mask is None,
-            scale=scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )
+    for block, query, key_index in parts:
+        with _gather_again_in_backward(trees.has_forks) as gather:
+            key, value = (gather(part, key_index, num_heads) for part in (key_WHD, value_WHD))
+            batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
+            out = functional.scaled_dot_product_attention(
+                *(part.transpose(1, 2) for part in batch),
+                attn_mask=block.mask,
+                is_causal=block.mask is None,
+                scale=scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, plan.slot_index_S)
+
+
+@contextmanager
+def _gather_again_in_backward(
+    enabled: bool,
+) -> Iterator[Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]]:
+    """Yield a function that gathers keys or values; operations inside do not save its results.
+
+    It takes `[W, Hkv, D]`, the `[K]` index of each key slot or None for all in order, and the
+    number of heads to repeat the heads to; it returns `[K, heads, D]`.
+
+    Args:
+        enabled: False to let the operations save what they need, which takes less time.
+    """
+    sources: dict[int, Callable[[], torch.Tensor]] = {}
+
+    def gather(
+        part_WHD: torch.Tensor, index_K: torch.Tensor | None, num_heads: int
+    ) -> torch.Tensor:
+        part_KHD = part_WHD if index_K is None else part_WHD.index_select(0, index_K)
+        if num_heads != part_KHD.size(1):
+            part_KHD = part_KHD.repeat_interleave(num_heads // part_KHD.size(1), dim=1)
+        if enabled:
+            again = partial(gather_without_grad, part_WHD.detach(), index_K, num_heads)
+            sources[part_KHD.untyped_storage().data_ptr()] = again
+        return part_KHD
+
+    @torch.no_grad()
+    def gather_without_grad(*arguments: Any) -> torch.Tensor:
+        return gather(*arguments)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        source = sources.get(tensor.untyped_storage().data_ptr())
+        if source is None:
+            return tensor
+        return source, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        source, *view = packed
+        return source().as_strided(*view)
+
+    if not enabled:
+        yield gather
+        return
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield gather
+    sources.clear()

@@ -28,7 +28,7 @@ from mega_agentrl.reshard.mapping.rope_config import RopeConfig, RopeType
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from mega_agentrl.actor.model.packed_attention import PackedRowParams
+    from mega_agentrl.actor.model.packed_attention import PackedTreeParams
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -49,7 +49,7 @@ class PackedRotaryEmbedding(torch.nn.Module):
         transformer: Any,
         transformer_input: Any,
         transformer_config: Any,
-        packed_seq_params: PackedRowParams,
+        packed_seq_params: PackedTreeParams,
     ) -> torch.Tensor:
         """Return the `[S]` int64 positions, which Megatron passes on to `forward`."""
         return packed_seq_params.position_S

@@ -1,8 +1,10 @@
-"""Transformer Engine's core attention on packed rows.
+"""Transformer Engine's core attention on packed trees.
 
 Megatron passes queries, keys and values as one sequence of batch size 1, with the rotary
 embedding already applied. Transformer Engine takes the same tokens as `thd`, without the batch
-dim and with the row boundaries.
+dim and with the boundaries of the trees, if each is a single row. Branches have more keys than
+queries, for which Megatron has no mask type and Transformer Engine's context parallelism no
+division; `packed_attention` computes micro-batches that have some.
 """
 
 from __future__ import annotations
@@ -12,14 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
+from mega_agentrl.actor.model.packed_attention import packed_attention
+
 if TYPE_CHECKING:
     import torch
 
-    from mega_agentrl.actor.model.packed_attention import PackedRowParams
+    from mega_agentrl.actor.model.packed_attention import PackedTreeParams
 
 
 class PackedTEAttention(TEDotProductAttention):
-    """`TEDotProductAttention` that takes packed rows from Megatron's layers."""
+    """`TEDotProductAttention` that takes packed trees from Megatron's layers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the arguments of the base class; softmax_scale and pg_collection by keyword."""
+        super().__init__(*args, **kwargs)
+        self._scale = kwargs.get("softmax_scale")
+        self._context_group = kwargs["pg_collection"].cp
 
     def forward(
         self,
@@ -29,10 +39,19 @@ class PackedTEAttention(TEDotProductAttention):
         attention_mask: None,
         attn_mask_type: Any,
         attention_bias: None = None,
-        packed_seq_params: PackedRowParams | None = None,
+        packed_seq_params: PackedTreeParams | None = None,
     ) -> torch.Tensor:
         """Map `[S, 1, H, D]` query and `[S, 1, Hkv, D]` key and value to `[S, 1, H * D]`."""
         assert packed_seq_params is not None, "every micro-batch is packed"
+        if packed_seq_params.has_forks:
+            return packed_attention(
+                query,
+                key,
+                value,
+                packed_seq_params,
+                self._scale,
+                context_group=self._context_group,
+            )
         out = super().forward(
             query.squeeze(1),
             key.squeeze(1),

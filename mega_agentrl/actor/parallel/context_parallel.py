@@ -1,12 +1,12 @@
-"""Context parallelism: how packed rows are split over ranks, and the gathering of keys.
+"""Context parallelism: how packed trees are split over ranks, and the gathering of keys.
 
-With C context ranks the length of each row is padded to a multiple of 2C and the row is split
-into 2C equal chunks; rank r holds chunks r and 2C-1-r of every row. All ranks then hold the
-same number of tokens and compute the same number of attention scores under a causal mask
-(arXiv:2407.21783, section 3.3.2; Transformer Engine does the same). Keys and values of all
-ranks are gathered before the attention; queries stay where they are.
+With C context ranks the length of each tree is padded to a multiple of 2C and the tree is split
+into 2C equal chunks; rank r holds chunks r and 2C-1-r of every tree. All ranks then hold the
+same number of tokens and, where a tree is a single row, compute the same number of attention
+scores under a causal mask (arXiv:2407.21783, section 3.3.2; Transformer Engine does the same). Keys
+and values of all ranks are gathered before the attention; queries stay where they are.
 
-Shape suffixes: S tokens of this rank, W = C * S tokens of all ranks, R packed rows.
+Shape suffixes: S tokens of this rank, W = C * S tokens of all ranks, G packed trees.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def row_length_multiple(size: int) -> int:
-    """Return the number that the length of a packed row must be a multiple of."""
+def tree_length_multiple(size: int) -> int:
+    """Return the number that the length of a packed tree must be a multiple of."""
     return 2 * size if size > 1 else 1
 
 
 def rank_token_spans(length: int, rank: int, size: int) -> list[tuple[int, int]]:
-    """Return the (first, last + 1) spans of a row of `length` tokens that a rank holds."""
+    """Return the (first, last + 1) spans of a tree of `length` tokens that a rank holds."""
     if size == 1:
         return [(0, length)]
     chunk, rest = divmod(length, 2 * size)
-    assert rest == 0, f"a row of {length} tokens over {size} context ranks"
+    assert rest == 0, f"a tree of {length} tokens over {size} context ranks"
     return [(index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
 
 
-def rank_token_indices(start_R: Sequence[int], rank: int, size: int) -> torch.Tensor:
+def rank_token_indices(start_G: Sequence[int], rank: int, size: int) -> torch.Tensor:
     """Return the `[S]` int64 indices into the W packed tokens that a context rank holds.
 
-    `start_R` holds the first token of each row in the W packed tokens, and W.
+    `start_G` holds the first token of each tree in the W packed tokens, and W.
     """
     return torch.cat(
         [
             torch.arange(start + first, start + last)
-            for start, stop in pairwise(start_R)
+            for start, stop in pairwise(start_G)
             for first, last in rank_token_spans(stop - start, rank, size)
         ]
     )
 
 
-def gathered_token_indices(start_R: Sequence[int], size: int) -> torch.Tensor:
+def gathered_token_indices(start_G: Sequence[int], size: int) -> torch.Tensor:
     """Return the `[W]` int64 index of each packed token in the result of `all_gather_tokens`."""
-    order_W = torch.cat([rank_token_indices(start_R, rank, size) for rank in range(size)])
+    order_W = torch.cat([rank_token_indices(start_G, rank, size) for rank in range(size)])
     index_W = torch.empty_like(order_W)
     index_W[order_W] = torch.arange(len(order_W))
     return index_W

@@ -1,34 +1,47 @@
-"""Packing of the rows of a data rank into micro-batches without padding between the rows.
+"""Packing of the rows of a data rank into micro-batches, in which each token is computed once.
 
-The sequence of a row is prompt + response, without its last token, which has no successor to
-predict. Response token t of a row with P prompt tokens is predicted at position P + t - 1 of
-the row.
+A micro-batch holds the rows of one or more rollout trees in depth-first order. What a row shares
+with the row before it (`batch.tree_order`) is not repeated, so that the tokens of a micro-batch are
+those of the trees. The rest of the row is a branch: its tokens follow the path that it shares. The
+position of a token is its depth, which is also its position in every row that it belongs to.
 
-Padding is added only where the parallel layout requires it: at the end of each row for context
-parallelism, which splits every row into equal chunks (`parallel.context_parallel`), and as one
-more row at the end for sequence parallelism, which splits the rank's tokens evenly. No real
+The input of a row is prompt + response without its last token, which has no successor to predict.
+Response token t of a row with P prompt tokens is predicted at position P + t - 1 of the row. A
+token that rows share is predicted once, at its parent; at a fork one hidden state predicts the
+first token of every branch.
+
+Losses, corrections and metrics see rows: `MicroBatch.to_rows` copies what was computed for a token
+to all of its rows, and the backward pass of the copy adds up their gradients. These are the sums of
+advantages and weights over the paths of a token that tree training needs (arXiv 2511.00413, section
+3), whatever the loss is, so that loss and gradient are those of flat rows.
+
+Padding is added only where the parallel layout requires it: at the end of each tree for context
+parallelism, which splits every tree into equal chunks (`parallel.context_parallel`), and as one
+more tree at the end for sequence parallelism, which splits the rank's tokens evenly. No real
 token attends to padding, and nothing is predicted there.
 
-Shape suffixes: S packed tokens of this rank, W of all context ranks, N predicted tokens of this
-rank, R rows of the micro-batch, T response positions of the batch, M response tokens of all rows of
-the data rank.
+Shape suffixes: S packed tokens of this rank, W of all context ranks, G trees, N predicted tokens of
+this rank, K the same counted once for each of their rows, R rows of the micro-batch, T response
+positions of the batch, M response tokens of all rows of the data rank.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, row_length_multiple
+from mega_agentrl.actor.model.attention_plan import Branch
+from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, tree_length_multiple
+from mega_agentrl.batch.tree_order import shared_between
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mega_agentrl.batch.packed_rows import PackedRows
 
@@ -38,35 +51,52 @@ class MicroBatch:
     """Input of one forward pass, as held by one context rank."""
 
     rows: tuple[int, ...]
-    """Indices of the rows of the data rank, in packed order; empty for a micro-batch of padding
-    only."""
+    """Indices of the rows of the data rank, ascending; empty for a micro-batch of padding only."""
     token_S: torch.Tensor
     """`[S]` int64 token ids."""
     position_S: torch.Tensor
-    """`[S]` int64 position of each token within its row."""
-    start_R: tuple[int, ...]
-    """First of the W packed tokens of each row and of the padding row, if any, followed by W;
-    equal on all context ranks."""
+    """`[S]` int64 position of each token on its path."""
+    start_G: tuple[int, ...]
+    """First of the W packed tokens of each tree and of the padding, if any, followed by W; equal on
+    all context ranks."""
+    branches: tuple[Branch, ...]
+    """The branches of all trees, in order; they cover the W packed tokens."""
     predict_N: torch.Tensor
-    """`[N]` index in `token_S` of the positions whose next token is evaluated."""
+    """`[N]` index in `token_S` of the parent of each evaluated token, which predicts it."""
     target_N: torch.Tensor
     """`[N]` the evaluated tokens."""
-    row_N: torch.Tensor
-    """`[N]` row of each evaluated token in `[R, T]`."""
-    column_N: torch.Tensor
-    """`[N]` response position of each evaluated token in `[R, T]`."""
+    predicted_K: torch.Tensor
+    """`[K]` index in `target_N` of the evaluated token at each place in `[R, T]`."""
+    row_K: torch.Tensor
+    """`[K]` row of each place."""
+    column_K: torch.Tensor
+    """`[K]` response position of each place."""
     context_rank: int = 0
     """The context rank that holds these tokens; each token is held by one rank."""
     context_size: int = 1
 
     def predicted_mask(self, num_positions: int) -> torch.Tensor:
         """Return `[R, T]` bool, the evaluated tokens that this context rank predicts."""
-        return self.scatter_to_rows(torch.ones_like(self.column_N, dtype=torch.bool), num_positions)
+        return self.to_rows(torch.ones_like(self.target_N, dtype=torch.bool), num_positions)
 
-    def scatter_to_rows(self, value_N: torch.Tensor, num_positions: int) -> torch.Tensor:
-        """Scatter `[N]` values to `[R, T]` with gradients, 0 where nothing was evaluated."""
+    def to_rows(self, value_N: torch.Tensor, num_positions: int) -> torch.Tensor:
+        """Copy `[N]` values to `[R, T]` with gradients, 0 where nothing was evaluated."""
         out_RT = value_N.new_zeros(len(self.rows), num_positions)
-        return out_RT.index_put((self.row_N, self.column_N), value_N)
+        return out_RT.index_put((self.row_K, self.column_K), value_N[self.predicted_K])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PackedInputs:
+    """The inputs of some rows, as trees."""
+
+    token_W: np.ndarray
+    """`[W]` int64 token ids, 0 in the padding."""
+    position_W: np.ndarray
+    """`[W]` int64 position of each token on its path."""
+    start_G: tuple[int, ...]
+    branches: tuple[Branch, ...]
+    packed_index_R: tuple[np.ndarray, ...]
+    """Index among the W packed tokens of each token of each row's input."""
 
 
 def pack_rows(
@@ -83,38 +113,50 @@ def pack_rows(
 
     Args:
         rows: The rows of the data rank.
-        indices: Indices of the rows to pack; without any, the micro-batch is padding only.
+        indices: Ascending indices of the rows to pack; without any, the micro-batch is padding
+            only.
         select_M: `[M]` bool, which response tokens of all of `rows` to evaluate.
         device: Device of the tensors.
         multiple: S is padded to a multiple of this (the tensor size under sequence parallelism).
         context_rank: The rank whose tokens are returned.
         context_size: Number of context ranks.
     """
-    lengths = [int(length) for length in rows.input_length_R[list(indices)]]
-    start_R = _padded_row_starts(lengths, multiple, context_size)
-    token_W = np.zeros(start_R[-1], dtype=np.int64)
-    for start, length, index in zip(start_R, lengths, indices, strict=False):
-        token_W[start : start + length] = rows.sequence(index)[:length]
-    held_S = rank_token_indices(start_R, context_rank, context_size)
-    position_W = torch.cat([torch.arange(stop - start) for start, stop in pairwise(start_R)])
-    row_N, column_N = selected_tokens(rows, indices, select_M)
+    sequences = rows.sequences(indices)
+    inputs = _pack_inputs(rows, indices, sequences, multiple, context_size)
+    held_S = rank_token_indices(inputs.start_G, context_rank, context_size).numpy()
+    row_K, column_K = selected_tokens(rows, indices, select_M)
     prompt_R = rows.prompt_length_R[list(indices)]
-    first_R = rows.start_R1[list(indices)] + prompt_R
-    target_N = torch.from_numpy(rows.token_N[first_R[row_N] + column_N].astype(np.int64))
-    local_index_W = torch.full((start_R[-1],), -1)
-    local_index_W[held_S] = torch.arange(len(held_S))
-    predicted_at_R = np.array(start_R[: len(lengths)], dtype=np.int64) + prompt_R - 1
-    predict_N = local_index_W[torch.from_numpy(predicted_at_R[row_N] + column_N)]
-    own_N = predict_N >= 0
+    # A target is named by the first row that has it and its position there.
+    position_K = prompt_R[row_K] + column_K
+    owners = _owning_rows(
+        shared_between(rows.shared_length_R, indices), [len(tokens_S) for tokens_S in sequences]
+    )
+    owner_K = _take_at(owners, row_K, position_K)
+    local_index_W = np.full(len(inputs.token_W), -1)
+    local_index_W[held_S] = np.arange(len(held_S))
+    parent_K = _take_at(inputs.packed_index_R, owner_K, position_K - 1)
+    own_K = local_index_W[parent_K] >= 0
+    row_K, column_K, parent_K = row_K[own_K], column_K[own_K], parent_K[own_K]
+    owner_K, position_K = owner_K[own_K], position_K[own_K]
+    width = max((len(tokens_S) for tokens_S in sequences), default=1)
+    _, first_N, predicted_K = np.unique(
+        owner_K * width + position_K, return_index=True, return_inverse=True
+    )
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(device)
+
     return MicroBatch(
         rows=tuple(indices),
-        token_S=torch.from_numpy(token_W)[held_S].to(device),
-        position_S=position_W[held_S].to(device),
-        start_R=start_R,
-        predict_N=predict_N[own_N].to(device),
-        target_N=target_N[own_N].to(device),
-        row_N=torch.from_numpy(row_N)[own_N].to(device),
-        column_N=torch.from_numpy(column_N)[own_N].to(device),
+        token_S=tensor(inputs.token_W[held_S]),
+        position_S=tensor(inputs.position_W[held_S]),
+        start_G=inputs.start_G,
+        branches=inputs.branches,
+        predict_N=tensor(local_index_W[parent_K[first_N]]),
+        target_N=tensor(_take_at(sequences, owner_K[first_N], position_K[first_N])),
+        predicted_K=tensor(predicted_K),
+        row_K=tensor(row_K),
+        column_K=tensor(column_K),
         context_rank=context_rank,
         context_size=context_size,
     )
@@ -123,19 +165,87 @@ def pack_rows(
 def selected_tokens(
     rows: PackedRows, indices: Sequence[int], select_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return row_N and column_N of the selected response tokens of the packed rows."""
+    """Return `row_K` and `column_K` of the selected response tokens of the packed rows."""
     start_R1 = rows.response_start_R1
     columns = [np.flatnonzero(select_M[start_R1[index] : start_R1[index + 1]]) for index in indices]
     counts_R = np.array([len(column_T) for column_T in columns], dtype=np.int64)
-    row_N = np.repeat(np.arange(len(columns)), counts_R)
-    return row_N, np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
+    row_K = np.repeat(np.arange(len(columns)), counts_R)
+    return row_K, np.concatenate([*columns, np.zeros(0, dtype=np.int64)])
 
 
-def _padded_row_starts(lengths: Sequence[int], multiple: int, context_size: int) -> tuple[int, ...]:
-    """Return the first token of each padded row and of the padding row, if any, and W."""
-    unit = row_length_multiple(context_size)
-    padded = [round_up(length, unit) for length in lengths]
-    # W must suit the row multiple and S = W / C the requested one.
+def _pack_inputs(
+    rows: PackedRows,
+    indices: Sequence[int],
+    sequences: Sequence[np.ndarray],
+    multiple: int,
+    context_size: int,
+) -> _PackedInputs:
+    """Pack the inputs of rows, whose prompts and responses are `sequences`, and pad the trees."""
+    length_R = rows.input_length_R[list(indices)]
+    shared_R = shared_between(rows.shared_input_length_R, indices)
+    unit = tree_length_multiple(context_size)
+    tokens, positions, packed_index, branches = [], [], [], []
+    start_G, num_packed = [], 0
+    index = np.zeros(0, dtype=np.int64)
+    runs: list[tuple[int, int]] = []
+    for number, (sequence, length, shared) in enumerate(
+        zip(sequences, length_R.tolist(), shared_R.tolist(), strict=True)
+    ):
+        if not shared:
+            start_G.append(num_packed)
+        is_last = number + 1 == len(sequences) or not shared_R[number + 1]
+        num_tree = num_packed + length - shared - start_G[-1]
+        num_padding = round_up(num_tree, unit) - num_tree if is_last else 0
+        stop = num_packed + length - shared + num_padding
+        runs = list(_first_tokens(runs, shared))
+        branches.append(Branch(start=num_packed, stop=stop, path=tuple(runs)))
+        runs.append((num_packed, stop))
+        tokens += [sequence[shared:length], np.zeros(num_padding, dtype=np.int64)]
+        positions.append(np.arange(shared, length + num_padding))
+        index = np.concatenate([index[:shared], np.arange(num_packed, stop - num_padding)])
+        packed_index.append(index)
+        num_packed = stop
+    # W must suit the multiple of the trees and S = W / C the requested one.
     step = math.lcm(unit, multiple * context_size)
-    missing = -sum(padded) % step if padded else step
-    return tuple(accumulate([*padded, missing] if missing else padded, initial=0))
+    missing = -num_packed % step if sequences else step
+    if missing:
+        start_G.append(num_packed)
+        branches.append(Branch(start=num_packed, stop=num_packed + missing, path=()))
+        tokens.append(np.zeros(missing, dtype=np.int64))
+        positions.append(np.arange(missing))
+    return _PackedInputs(
+        token_W=np.concatenate(tokens),
+        position_W=np.concatenate(positions),
+        start_G=(*start_G, num_packed + missing),
+        branches=tuple(branches),
+        packed_index_R=tuple(packed_index),
+    )
+
+
+def _first_tokens(runs: Sequence[tuple[int, int]], num_tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield the part of the runs (start, stop) that holds the first tokens."""
+    for start, stop in runs:
+        if num_tokens > 0:
+            yield start, min(stop, start + num_tokens)
+        num_tokens -= stop - start
+
+
+def _owning_rows(shared_R: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Return for each position of each row the first row that has the token there.
+
+    Args:
+        shared_R: `[R]` number of leading tokens that each row shares with the one before it.
+        lengths: Number of tokens of each row.
+    """
+    owners = [np.zeros(0, dtype=np.int64)]
+    for row, (shared, length) in enumerate(zip(shared_R.tolist(), lengths, strict=True)):
+        owners.append(np.concatenate([owners[-1][:shared], np.full(length - shared, row)]))
+    return owners[1:]
+
+
+def _take_at(arrays: Sequence[np.ndarray], row_K: np.ndarray, position_K: np.ndarray) -> np.ndarray:
+    """Return `[K]` the element at a position of the array of each row."""
+    start_R = np.array([0, *accumulate(map(len, arrays))], dtype=np.int64)
+    values = np.concatenate([*arrays, np.zeros(0, dtype=np.int64)])
+    found_K: np.ndarray = values[start_R[row_K] + position_K]
+    return found_K

@@ -105,6 +105,15 @@ class OptimConfig(Section, key="optim"):
 
 
 @dataclass
+class BatchConfig(Section, key="batch"):
+    """How rollouts become the rows that the policy trains on."""
+
+    trees: bool = True
+    """Compute tokens that the trajectories of a prompt share, its prompt and what comes before a
+    fork, once instead of once for each; same loss and gradients, less time and memory."""
+
+
+@dataclass
 class SftConfig(Section, key="sft"):
     """Supervised warm start before RL."""
 

@@ -1,4 +1,4 @@
-"""Sends a batch to the ranks of a model: each data rank its own rows, and each row once a step.
+"""Sends a batch to the ranks of a model: each data rank its own trees, and each row once a step.
 
 What a data rank receives is one object in Ray's object store, which the ranks of a machine share.
 The rows that were sent for scoring stay there until the update, which refers to them and adds what
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.batch.packed_rows import PackedRows
-from mega_agentrl.batch.row_sharding import RowSharder
+from mega_agentrl.batch.row_sharding import RowSharder, load_imbalance
 from mega_agentrl.config.enums import LossAggregation
+from mega_agentrl.estimate.flops import pairs_per_token
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,13 +48,19 @@ class BatchSender:
 
     def __init__(self, config: TrainConfig, put: Callable[[Any], Any] = ray.put) -> None:
         self._config = config
-        self._sharder = RowSharder.from_config(config)
         self._put = put
         self._scored: _ScoredBatch | None = None
+        self.load_imbalance = 1.0
+        """Cost of the costliest data rank in the last update over the mean (`load_imbalance`)."""
+
+    @cached_property
+    def _sharder(self) -> RowSharder:
+        shape = ModelShape.from_folder(self._config.model.path)
+        return RowSharder.from_config(self._config, pairs_per_token(shape))
 
     def send_for_scoring(self, batch: TrainBatch) -> list[tuple[Any]]:
         """Return for each data rank the reference to its `ScoringShard`."""
-        rows = PackedRows.from_batch(batch)
+        rows = self._pack(batch)
         shards = self._sharder.scoring_shards(rows)
         refs = [self._put(shard) for shard in shards]
         self._scored = _ScoredBatch(
@@ -61,7 +70,7 @@ class BatchSender:
 
     def send_last_tokens(self, batch: TrainBatch) -> list[tuple[Any]]:
         """As `send_for_scoring`, for scores that are read at the last token of each row."""
-        rows = PackedRows.from_batch(batch).with_token_appended()
+        rows = self._pack(batch).with_token_appended()
         return [(self._put(shard),) for shard in self._sharder.scoring_shards(rows)]
 
     def send_for_update(
@@ -80,13 +89,14 @@ class BatchSender:
             scored = None
         shards = self._sharder.update_shards(
             batch,
-            minibatch_masks(batch.mask_BT, self._config.optim.num_minibatches),
-            rows=PackedRows.from_batch(batch) if scored is None else scored.rows,
+            minibatch_masks(batch, self._config.optim.num_minibatches),
+            rows=self._pack(batch) if scored is None else scored.rows,
             aggregation=aggregation,
             targets=targets,
             kl_weight_BT=kl_weight_BT,
             scored=None if scored is None else scored.shards,
         )
+        self.load_imbalance = load_imbalance(shards)
         refs = [None] * len(shards) if scored is None else scored.refs
         return [(self._put(shard), ref) for shard, ref in zip(shards, refs, strict=True)]
 
@@ -95,7 +105,10 @@ class BatchSender:
         shards = self._sharder.update_shards(
             batch,
             [batch.mask_BT],
-            rows=PackedRows.from_batch(batch),
+            rows=self._pack(batch),
             aggregation=str(LossAggregation.token_mean),
         )
         return [(self._put(shard),) for shard in shards]
+
+    def _pack(self, batch: TrainBatch) -> PackedRows:
+        return PackedRows.from_batch(batch, share=self._config.batch.trees)

@@ -254,7 +254,8 @@ class PolicyGroup(RankGroup):
         aggregation = str(self._config.algo.loss_aggregation)
         shards = self._sender.send_for_update(batch, POLICY_TARGETS, aggregation, kl_weight_BT)
         stats: UpdateStats = self.call_data_ranks("update", shards)[0]
-        return stats
+        metrics = {**stats.metrics, "load_imbalance": self._sender.load_imbalance}
+        return replace(stats, metrics=metrics)
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:
         """Train on a batch of demonstrations and return the stats of rank 0."""

@@ -14,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.estimate.flops import peak_flops, train_flops
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.train.resume.run_dir import METRICS_FILE
@@ -72,31 +76,52 @@ class MetricWriter:
 class ThroughputMeter:
     """Computes the throughput metrics of a step.
 
-    perf/tokens_per_s   response tokens of the batch over the seconds of all phases
-    perf/mfu            model FLOPs of the update over its seconds, the number of the policy's GPUs
-                        and their bfloat16 peak (`estimate.flops`); left out on CPUs and on GPUs
-                        whose peak is unknown
+    perf/tokens_per_s         response tokens of the batch over the seconds of all phases
+    perf/unique_tokens_per_s  the same with tokens that trajectories share counted once
+    tree/token_ratio          tokens of all trajectories, prompts included, over those of the trees,
+                              where shared ones count once
+    perf/mfu                  model FLOPs of the update, as it was computed, over its seconds, the
+                              number of the policy's GPUs and their bfloat16 peak
+                              (`estimate.flops`); left out on CPUs and on GPUs whose peak is unknown
     """
 
     def __init__(self, config: TrainConfig, gpu_name: str) -> None:
         """Create the meter; `gpu_name` is the CUDA name of the policy's GPUs, empty on CPUs."""
         peak = peak_flops(gpu_name)
+        self._computes_trees = config.batch.trees
         self._peak_flops = None if peak is None else peak * config.parallel.world_size
         self._model_shape = None if peak is None else ModelShape.from_folder(config.model.path)
 
     def step_metrics(self, batch: TrainBatch, phase_s: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step that trained on `batch`, from the seconds of its phases."""
-        responses = batch.length_B.tolist()
-        metrics = {"perf/tokens_per_s": sum(responses) / sum(phase_s.values())}
+        num_s = sum(phase_s.values())
+        in_response_BT = torch.arange(batch.response_BT.size(1)) < batch.length_B[:, None]
+        num_unique = _count_unique(batch.tree_token_BT[in_response_BT])
+        tree = row_lengths(batch)
+        num_tree_tokens = int((tree.length_R - tree.shared_length_R).sum())
+        metrics = {
+            "perf/tokens_per_s": int(batch.length_B.sum()) / num_s,
+            "perf/unique_tokens_per_s": num_unique / num_s,
+            "tree/token_ratio": int(tree.length_R.sum()) / num_tree_tokens,
+        }
         if (
             self._model_shape is not None
             and self._peak_flops is not None
             and phase_s.get(UPDATE_PHASE)
         ):
-            lengths = [
-                len(prompt) + response
-                for prompt, response in zip(batch.prompt_ids, responses, strict=True)
-            ]
-            flops = train_flops(self._model_shape, lengths, int(batch.mask_BT.sum()))
+            rows = row_lengths(batch, share=self._computes_trees)
+            num_trained = int(batch.mask_BT.sum())
+            if self._computes_trees:
+                num_trained = _count_unique(batch.tree_token_BT[batch.mask_BT])
+            flops = train_flops(
+                self._model_shape,
+                rows.length_R.tolist(),
+                num_trained,
+                rows.shared_length_R.tolist(),
+            )
             metrics["perf/mfu"] = flops / (phase_s[UPDATE_PHASE] * self._peak_flops)
         return metrics
+
+
+def _count_unique(values: torch.Tensor) -> int:
+    return len(np.unique(values.numpy()))

@@ -51,6 +51,7 @@ MUTABLE_KEYS = (
     "cluster.",
     "engine.",
     "evaluate.every_steps",
+    "batch.trees",
     "optim.micro_batch_tokens",
     "parallel.",
     "report.",

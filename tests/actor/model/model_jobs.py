@@ -105,7 +105,7 @@ def micro_batches(batch, layout, coordinates):
 
 def scalar_head(chunk, micro, hidden_S1D, num_positions):
     value_N = hidden_S1D.squeeze(1)[micro.predict_N] @ chunk.output_weight()[0]
-    return (micro.scatter_to_rows(value_N, num_positions),)
+    return (micro.to_rows(value_N, num_positions),)
 
 
 def weighted_sum(weight_BT, micro, value_RT, *_):

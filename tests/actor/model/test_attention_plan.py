@@ -1,4 +1,4 @@
-"""Both plans against the definition: query q sees key k of its row exactly if k <= q."""
+"""Both plans against the definition: a token sees exactly the tokens of its path up to itself."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.actor.model.attention_plan import (
     AttentionSegment,
+    Branch,
     group_by_size,
     make_padded_plan,
     make_varlen_plan,
@@ -15,25 +16,20 @@ from mega_agentrl.actor.model.attention_plan import (
 from mega_agentrl.actor.parallel.context_parallel import (
     gathered_token_indices,
     rank_token_indices,
-    row_length_multiple,
+    tree_length_multiple,
 )
+from tests.rank_shards import pack_rows
+from tests.tree_batches import make_tree_batch, paths_of, single_branches, tree_shapes
 
 CPU = torch.device("cpu")
 
 
-def starts(lengths, size=1):
-    start_R = [0]
-    for length in lengths:
-        start_R.append(start_R[-1] + length * row_length_multiple(size))
-    return tuple(start_R)
-
-
 def square(length):
-    return AttentionSegment(query_start=0, num_queries=length, key_start=0, num_keys=length)
+    return AttentionSegment(query_start=0, num_queries=length, key_runs=((0, length),))
 
 
 def test_varlen_plan_by_hand():
-    plan = make_varlen_plan((0, 4, 12), 1, 2, CPU)
+    plan = make_varlen_plan((0, 4, 12), single_branches((0, 4, 12)), 1, 2, CPU)
     # Quarters 1 and 2 of the rows see the first 2, 3, 4 and 6 tokens of theirs.
     assert plan.cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
     assert plan.cu_seqlens_k.tolist() == [0, 2, 5, 9, 15]
@@ -42,6 +38,22 @@ def test_varlen_plan_by_hand():
     order = gathered_token_indices((0, 4, 12), 2)
     tokens = [0, 1, 0, 1, 2, 4, 5, 6, 7, 4, 5, 6, 7, 8, 9]
     assert plan.key_index_K.tolist() == order[tokens].tolist()
+
+
+def test_a_fork_by_hand():
+    # Three tokens, of which a branch of two leaves the last; the second tree is one token.
+    branches = (
+        Branch(start=0, stop=3, path=()),
+        Branch(start=3, stop=5, path=((0, 2),)),
+        Branch(start=5, stop=6, path=()),
+    )
+    plan = make_varlen_plan((0, 5, 6), branches, 0, 1, CPU)
+    assert plan.cu_seqlens_q.tolist() == [0, 3, 5, 6]
+    assert plan.cu_seqlens_k.tolist() == [0, 3, 7, 8]
+    assert plan.key_index_K.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
+    assert (plan.max_seqlen_q, plan.max_seqlen_k) == (3, 4)
+    flat = make_varlen_plan((0, 5, 6), single_branches((0, 5, 6)), 0, 1, CPU)
+    assert flat.key_index_K is None
 
 
 def test_a_long_row_does_not_pad_the_short_ones():
@@ -93,23 +105,22 @@ def attended_in_runs(plan):
 
 
 @settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6),
-    size=st.integers(1, 3),
-    data=st.data(),
-)
-def test_in_both_plans_a_query_attends_to_its_row_up_to_itself(lengths, size, data):
+@given(trees=tree_shapes(), size=st.integers(1, 3), data=st.data())
+def test_in_both_plans_a_token_attends_to_its_path_up_to_itself(trees, size, data):
     rank = data.draw(st.integers(0, size - 1))
-    start_R = starts(lengths, size)
-    place_W = gathered_token_indices(start_R, size)
-    row_W = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(start_R).diff())
+    batch = make_tree_batch(trees)
+    micro = pack_rows(
+        batch, range(batch.num_rows), batch.mask_BT, CPU, context_rank=rank, context_size=size
+    )
+    start_G, branches = micro.start_G, micro.branches
+    assert all(start % tree_length_multiple(size) == 0 for start in start_G)
+    place_W, paths = gathered_token_indices(start_G, size), paths_of(branches)
     expected = {
         (local, int(place_W[key]))
-        for local, token in enumerate(rank_token_indices(start_R, rank, size).tolist())
-        for key in range(token + 1)
-        if row_W[key] == row_W[token]
+        for local, token in enumerate(rank_token_indices(start_G, rank, size).tolist())
+        for key in paths[token]
     }
-    padded = make_padded_plan(start_R, rank, size, CPU)
-    assert padded.query_index_P[padded.slot_index_S].tolist() == list(range(start_R[-1] // size))
+    padded = make_padded_plan(start_G, branches, rank, size, CPU)
+    assert padded.query_index_P[padded.slot_index_S].tolist() == list(range(start_G[-1] // size))
     assert attended_in_blocks(padded, size) == expected
-    assert attended_in_runs(make_varlen_plan(start_R, rank, size, CPU)) == expected
+    assert attended_in_runs(make_varlen_plan(start_G, branches, rank, size, CPU)) == expected

@@ -105,7 +105,7 @@ def test_hidden_states_give_the_outputs_of_transformers(name, folders, one_rank,
     rows = 1 if shape.head is HeadKind.scalar else shape.vocab_size
     got = model.forward_packed(micro).squeeze(1) @ model.output_weight()[:rows].t()
     network = reference(folder)
-    for start, stop in pairwise(micro.start_R):
+    for start, stop in pairwise(micro.start_G):
         expected = outputs(network, micro.token_S[start:stop])
         torch.testing.assert_close(got[start:stop], expected, rtol=1e-4, atol=1e-4)
 

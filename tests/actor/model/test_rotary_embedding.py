@@ -12,7 +12,6 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from mega_agentrl.actor.model.packed_attention import PackedRowParams
 from mega_agentrl.actor.model.rotary_embedding import (
     PackedRotaryEmbedding,
     compute_inv_freq,
@@ -20,6 +19,7 @@ from mega_agentrl.actor.model.rotary_embedding import (
 )
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 from tests.tiny_models import LLAMA3_ROPE, YARN_ROPE
+from tests.tree_batches import tree_params
 
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
@@ -97,7 +97,7 @@ def test_megatron_rotates_queries_as_transformers_does(name):
 
 
 def test_megatron_receives_the_positions_as_the_sequence_length():
-    position_S = torch.tensor([0, 1, 0, 1, 2])
     rotary = PackedRotaryEmbedding(4, RopeConfig(theta=100.0))
-    rows = PackedRowParams.from_row_starts((0, 2, 5), position_S)
-    assert rotary.get_rotary_seq_len(None, None, None, None, rows) is position_S
+    trees = tree_params((0, 2, 5))
+    assert trees.position_S.tolist() == [0, 1, 0, 1, 2]
+    assert rotary.get_rotary_seq_len(None, None, None, None, trees) is trees.position_S

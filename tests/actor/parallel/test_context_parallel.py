@@ -1,4 +1,4 @@
-"""The split of rows by hand and as a partition; the all-gather between real processes."""
+"""The split of trees by hand and as a partition; the all-gather between real processes."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from mega_agentrl.actor.parallel.context_parallel import (
     all_gather_tokens,
     gathered_token_indices,
     rank_token_indices,
-    row_length_multiple,
+    tree_length_multiple,
 )
 from tests.actor.gloo_ranks import run_ranks
 
 
 def test_two_ranks_by_hand():
-    # Rows of 4 and 8 in quarters: rank 0 has the outer two, rank 1 the inner two.
-    start_R = (0, 4, 12)
-    assert rank_token_indices(start_R, 0, 2).tolist() == [0, 3, 4, 5, 10, 11]
-    assert rank_token_indices(start_R, 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
-    assert gathered_token_indices(start_R, 2).tolist() == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
+    # Trees of 4 and 8 in quarters: rank 0 has the outer two, rank 1 the inner two.
+    start_G = (0, 4, 12)
+    assert rank_token_indices(start_G, 0, 2).tolist() == [0, 3, 4, 5, 10, 11]
+    assert rank_token_indices(start_G, 1, 2).tolist() == [1, 2, 6, 7, 8, 9]
+    assert gathered_token_indices(start_G, 2).tolist() == [0, 6, 7, 1, 2, 3, 8, 9, 10, 11, 4, 5]
 
 
 @given(size=st.integers(2, 5), chunks=st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_ranks_share_tokens_and_scores_evenly(size, chunks):
-    start_R = [0]
+    start_G = [0]
     for chunk in chunks:
-        start_R.append(start_R[-1] + chunk * row_length_multiple(size))
-    held = [rank_token_indices(start_R, rank, size) for rank in range(size)]
-    assert torch.cat(held).sort().values.tolist() == list(range(start_R[-1]))
+        start_G.append(start_G[-1] + chunk * tree_length_multiple(size))
+    held = [rank_token_indices(start_G, rank, size) for rank in range(size)]
+    assert torch.cat(held).sort().values.tolist() == list(range(start_G[-1]))
     assert len({len(part) for part in held}) == 1
-    position_W = torch.cat([torch.arange(chunk * row_length_multiple(size)) for chunk in chunks])
+    position_W = torch.cat([torch.arange(chunk * tree_length_multiple(size)) for chunk in chunks])
     assert len({int(position_W[part].sum()) for part in held}) == 1
     assert torch.equal(
-        torch.cat(held)[gathered_token_indices(start_R, size)], torch.arange(start_R[-1])
+        torch.cat(held)[gathered_token_indices(start_G, size)], torch.arange(start_G[-1])
     )
 
 

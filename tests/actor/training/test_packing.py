@@ -18,7 +18,7 @@ def test_two_rows_by_hand(batch):
     select_BT[2, 0] = True
     micro = pack_rows(batch, [1, 2], select_BT, CPU)
     response = batch.response_BT
-    assert micro.start_R == (0, 12, 20)
+    assert micro.start_G == (0, 12, 20)
     assert micro.token_S.tolist() == [
         *batch.prompt_ids[1],
         *response[1, :11].tolist(),
@@ -39,22 +39,22 @@ def test_lengths_are_those_of_the_packed_rows(batch):
 def test_no_rows_are_one_token_that_predicts_nothing(batch):
     micro = pack_rows(batch, [], batch.mask_BT, CPU)
     assert len(micro.token_S) == 1
-    assert micro.scatter_to_rows(torch.zeros(0), 5).shape == (0, 5)
+    assert micro.to_rows(torch.zeros(0), 5).shape == (0, 5)
 
 
 def test_padding_for_the_tensor_ranks_is_a_row_at_the_end(batch):
     plain = pack_rows(batch, [1, 3], batch.mask_BT, CPU)
     micro = pack_rows(batch, [1, 3], batch.mask_BT, CPU, multiple=8)
     # 12 and 7 tokens, and 5 to make 24.
-    assert plain.start_R == (0, 12, 19)
-    assert micro.start_R == (0, 12, 19, 24)
+    assert plain.start_G == (0, 12, 19)
+    assert micro.start_G == (0, 12, 19, 24)
     assert torch.equal(micro.token_S[:19], plain.token_S)
     assert micro.token_S[19:].tolist() == [0] * 5
     assert micro.position_S[19:].tolist() == [0, 1, 2, 3, 4]
     for name in ("predict_N", "target_N", "row_N", "column_N"):
         assert torch.equal(getattr(micro, name), getattr(plain, name))
-    assert pack_rows(batch, [1], batch.mask_BT, CPU, multiple=4).start_R == (0, 12)
-    assert pack_rows(batch, [], batch.mask_BT, CPU, multiple=4).start_R == (0, 4)
+    assert pack_rows(batch, [1], batch.mask_BT, CPU, multiple=4).start_G == (0, 12)
+    assert pack_rows(batch, [], batch.mask_BT, CPU, multiple=4).start_G == (0, 4)
 
 
 @pytest.mark.parametrize("rows", [[], [0], [5, 1, 2, 3]], ids=["none", "one", "four"])
@@ -67,10 +67,10 @@ def test_context_ranks_share_the_micro_batch(batch, rows, multiple, size):
         pack_rows(batch, rows, batch.mask_BT, CPU, context_rank=rank, **options)
         for rank in range(size)
     ]
-    assert len({part.start_R for part in parts}) == 1
-    assert {len(part.token_S) for part in parts} == {parts[0].start_R[-1] // size}
+    assert len({part.start_G for part in parts}) == 1
+    assert {len(part.token_S) for part in parts} == {parts[0].start_G[-1] // size}
     assert len(parts[0].token_S) % multiple == 0
-    assert parts[0].start_R[-1] - len(whole.token_S) < 2 * size * (len(rows) + multiple)
+    assert parts[0].start_G[-1] - len(whole.token_S) < 2 * size * (len(rows) + multiple)
     # The parts of all ranks add up to the whole, and each target has the same token before it.
     width = batch.response_BT.size(1)
     for name in ("target_N", "predict_N"):
@@ -78,7 +78,7 @@ def test_context_ranks_share_the_micro_batch(batch, rows, multiple, size):
         def values(micro, name=name):
             value_N = getattr(micro, name)
             value_N = micro.token_S[value_N] if name == "predict_N" else value_N
-            return micro.scatter_to_rows(value_N + 1, width)
+            return micro.to_rows(value_N + 1, width)
 
         assert torch.equal(sum(values(part) for part in parts), values(whole))
 
