@@ -28,7 +28,7 @@ from mega_agentrl.batch.row_sharding import RowSharder
 def pack_rows(batch, rows, select_BT, device, **cut):
     """Pack rows of a batch, of whose response tokens `select_BT` are evaluated."""
     packed = PackedRows.from_batch(batch)
-    select_M = pack_values(select_BT, packed.row_R, batch.length_B)
+    select_M = pack_values(select_BT, packed.row_R, batch.length_B[packed.row_R])
     return packing.pack_rows(packed, list(rows), select_M, device, **cut)
 
 
@@ -71,13 +71,16 @@ def score(rank, method, batch, *arguments):
     return scores.row_R.tolist(), *values
 
 
-def update(rank, batch, kl_weight_BT=None, lr=None, scored=None):
-    """Update a policy or critic; `scored` is what `scoring_shards` returned for this batch."""
+def update(rank, batch, kl_weight_BT=None, lr=None, scored=None, *, share=True):
+    """Update a policy or critic; `scored` is what `scoring_shards` returned for this batch.
+
+    Without `share` no row shares tokens with another.
+    """
     config = rank._config
     shards = _sharder(rank).update_shards(
         batch,
         minibatch_masks(batch, config.optim.num_minibatches),
-        rows=PackedRows.from_batch(batch),
+        rows=PackedRows.from_batch(batch, share=share),
         aggregation=str(config.algo.loss_aggregation),
         targets=CRITIC_TARGETS if isinstance(rank, CriticRank) else POLICY_TARGETS,
         kl_weight_BT=kl_weight_BT,

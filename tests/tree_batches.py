@@ -50,7 +50,7 @@ def tree_shapes(draw, max_rows=6, max_tokens=9):
     return tuple(trees)
 
 
-def make_tree_batch(trees=FORKED_TREES, *, vocab=64, seed=3) -> TrainBatch:
+def make_tree_batch(trees=FORKED_TREES, *, vocab=61, seed=3) -> TrainBatch:
     """Return a batch of trees; masks, old log-probs and advantages differ from row to row.
 
     Rows that share a token need not agree on anything but the token, as when one of them failed.

@@ -15,7 +15,12 @@ CONFIGS = Path(__file__).resolve().parents[2] / "tools" / "model_configs"
 @cache
 def released(name, **changes):
     """`released("qwen3-32b", num_hidden_layers=2)`."""
-    config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        return ModelShape.from_folder(folder)
+        return ModelShape.from_folder(write_model_config(folder, name, **changes))
+
+
+def write_model_config(folder, name="qwen2.5-7b", **changes):
+    """Write the configuration of a released model into a folder without weights; return it."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -9,7 +9,7 @@ from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from tests.parallel import layouts, policy_jobs
 from tests.parallel.reference import TEMPERATURE, make_reference
 
-BUDGETS = (12, 4096)
+BUDGETS = (16, 4096)
 """Token budgets of a micro-batch: the longest row alone, and the whole batch."""
 
 

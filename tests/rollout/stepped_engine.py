@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -47,23 +48,35 @@ class SteppedGenerator(FakeGenerator):
 
 @dataclass
 class HeldGenerator(FakeGenerator):
-    """Goes on with its requests when the weights change: a token has the version of its moment."""
+    """Goes on with its requests when the weights change: a token has the version of its moment.
+
+    Requests of the second step that have begun before the first update wait for it after their
+    first token.
+    """
 
     num_changed: int = 0
     """Requests so far whose tokens have more than one version."""
+    first_version: int | None = None
+    holds_second_step: threading.Event = field(default_factory=threading.Event)
+    """Set when a request of the second step waits or has got past that point."""
 
     async def generate(self, request):
         whole = await super().generate(request)
+        if self.first_version is None:
+            self.first_version = self.version
         versions = []
         for _ in whole.token_ids:
             await asyncio.sleep(0.001)
             versions.append(self.version)
-            # Leave an update time to come while the request runs, also on a busy machine.
-            for _ in range(0 if len(versions) > 1 else 50):
-                if self.version == versions[0]:
-                    await asyncio.sleep(0.001)
+            if len(versions) == 1 and "/train-2/" in request.request_id:
+                self.holds_second_step.set()
+                await asyncio.wait_for(self._first_update(), 120)
         self.num_changed += versions[0] != versions[-1]
         return replace(whole, version=versions[-1], versions=tuple(versions))
+
+    async def _first_update(self):
+        while self.version == self.first_version:
+            await asyncio.sleep(0.001)
 
 
 class StuckGenerator(FakeGenerator):

@@ -4,6 +4,7 @@ The group's own time sharing around fake ranks, and a weight sync that only sets
 side checks that it holds what it needs, and records what it does in one list.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
+from tests.estimate.shapes import write_model_config
 from tests.fakes import FakeGenerator
 from tests.train.conftest import FakePolicy
 
@@ -23,7 +25,8 @@ class Ranks(PolicyGroup):
 
     def __init__(self, config, calls):
         super().__init__([None], config)
-        self._sender = BatchSender(config, put=lambda shard: shard)
+        shape = replace(config.model, path=write_model_config(config.run_dir))
+        self._sender = BatchSender(replace(config, model=shape), put=lambda shard: shard)
         self.calls, self.fake, self.parts = calls, FakePolicy(), ALL_STATE
 
     def submit_each(self, method, arguments):

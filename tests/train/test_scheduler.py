@@ -204,7 +204,14 @@ def test_requests_in_flight_are_not_waited_for_and_no_token_is_older_than_the_bo
     components, config, staleness
 ):
     config = replace(config, weight_sync=WeightSyncConfig(in_flight=True))
-    components.generator = HeldGenerator()
+    generator = HeldGenerator()
+
+    class Waiting(FakePolicy):
+        def update(self, batch, kl_weight_BT=None):
+            assert generator.holds_second_step.wait(DEADLINE_S), "step 2 is not sampled meanwhile"
+            return super().update(batch, kl_weight_BT)
+
+    components.generator, components.policy = generator, Waiting()
     lines = steps_of(components, config, staleness=staleness)
     assert components.generator.num_changed > 0
     assert components.generator.aborted == []

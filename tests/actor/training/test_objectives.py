@@ -22,6 +22,7 @@ from tests.actor.training.whole_objective import loss_in_one_piece, objective, w
 from tests.parallel.merge import assemble, relative_errors
 from tests.parallel.reference import checkpoint_tensors, load_model, score
 from tests.rank_shards import pack_rows, policy_objective, sft_objective
+from tests.tree_batches import make_tree_batch
 
 CPU = torch.device("cpu")
 EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples" / "my_loss.py")
@@ -57,7 +58,7 @@ def test_the_split_into_micro_batches_changes_nothing(aggregation, loss, batch):
     algo = AlgoConfig(loss_aggregation=aggregation, loss=loss, kl_coef=0.1, entropy_coef=0.01)
     piece = policy_objective(algo, batch)
     whole = value_of(piece, batch, [[0, 1, 2, 3, 4, 5]])
-    cut = value_of(piece, batch, [[4], [], [5, 0], [1, 2, 3]])
+    cut = value_of(piece, batch, [[4], [], [0, 5], [1, 2, 3]])
     assert cut[0] == pytest.approx(whole[0], abs=1e-6)
     torch.testing.assert_close(cut[1], whole[1])
     assert cut[2] == pytest.approx(whole[2], abs=1e-4)
@@ -117,7 +118,7 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
     for num_context in (1, 2) if loss not in UNCUT_ROWS else (1,):
         total = 0.0
         for rank in range(num_context):
-            for rows in ([4], [], [5, 0], [1, 2, 3]):
+            for rows in ([4], [], [0, 5], [1, 2, 3]):
                 cut = {"context_rank": rank, "context_size": num_context}
                 micro = pack_rows(batch, rows, batch.mask_BT, CPU, **cut)
                 here_RT = micro.predicted_mask(logp_BT.size(1))
@@ -147,12 +148,14 @@ def test_a_kl_in_the_reward_is_reported_and_has_no_gradient(batch):
 
 @pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
 def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
-    layout, batch, rank_pool, train_config, checkpoints
+    layout, rank_pool, train_config, checkpoints
 ):
     """Gradients of the weights for each loss with importance weights, against transformers.
 
-    The example's loss is loaded in each rank's process.
+    The batch has forked trees. The example's loss is loaded in each rank's process.
     """
+    batch = make_tree_batch()
+    batch.mask_BT[1] = False
     cut = UNCUT_ROWS if "context" in layout else []
     losses = [one for one in LOSSES.registered() if one not in cut]
     algos = [objective(loss) for loss in (*losses, EXAMPLE)]

@@ -51,13 +51,13 @@ def test_padding_for_the_tensor_ranks_is_a_row_at_the_end(batch):
     assert torch.equal(micro.token_S[:19], plain.token_S)
     assert micro.token_S[19:].tolist() == [0] * 5
     assert micro.position_S[19:].tolist() == [0, 1, 2, 3, 4]
-    for name in ("predict_N", "target_N", "row_N", "column_N"):
+    for name in ("predict_N", "target_N", "row_K", "column_K"):
         assert torch.equal(getattr(micro, name), getattr(plain, name))
     assert pack_rows(batch, [1], batch.mask_BT, CPU, multiple=4).start_G == (0, 12)
     assert pack_rows(batch, [], batch.mask_BT, CPU, multiple=4).start_G == (0, 4)
 
 
-@pytest.mark.parametrize("rows", [[], [0], [5, 1, 2, 3]], ids=["none", "one", "four"])
+@pytest.mark.parametrize("rows", [[], [0], [1, 2, 3, 5]], ids=["none", "one", "four"])
 @pytest.mark.parametrize("multiple", [1, 2, 3, 4])
 @pytest.mark.parametrize("size", [2, 3])
 def test_context_ranks_share_the_micro_batch(batch, rows, multiple, size):

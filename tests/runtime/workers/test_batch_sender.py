@@ -4,15 +4,18 @@ import pytest
 
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
+from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, ParallelConfig
 from mega_agentrl.runtime.workers.batch_sender import BatchSender
+from tests.estimate.shapes import write_model_config
 from tests.parallel.reference import make_batch
 
 
 @pytest.fixture
-def sender():
+def sender(tmp_path):
     config = TrainConfig(
-        parallel=ParallelConfig(data=2), optim=OptimConfig(micro_batch_tokens=24, num_minibatches=2)
+        model=ModelConfig(path=write_model_config(tmp_path)),
+        parallel=ParallelConfig(data=2),
+        optim=OptimConfig(micro_batch_tokens=24, num_minibatches=2),
     )
     return BatchSender(config, put=lambda shard: shard)
 

@@ -1,20 +1,17 @@
 """The metric file, the phase clock, tokens a second, and MFU where the GPU is known."""
 
-import json
 import time
 from dataclasses import replace
 from math import isnan
-from pathlib import Path
 
 import pytest
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
+from mega_agentrl.config.sections.policy import BatchConfig, ModelConfig, ParallelConfig
 from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
+from tests.estimate.shapes import write_model_config
 from tests.train.entropy_trees import path, steady, tree
 from tests.train.metric_lines import metric_lines
-
-QWEN = Path(__file__).parents[3] / "tools" / "model_configs" / "qwen2.5-7b.json"
 
 
 def test_lines_keep_stage_step_and_values_and_a_second_writer_appends(tmp_path):
@@ -67,7 +64,22 @@ def batch():
 
 def test_tokens_of_responses_over_all_phases(config, batch):
     metrics = ThroughputMeter(config, "").step_metrics(batch, {"rollout": 1.5, "update": 0.5})
-    assert metrics == {"perf/tokens_per_s": int(batch.length_B.sum()) / 2}
+    num_tokens, num_prompt = int(batch.length_B.sum()), len(batch.prompt_ids[0])
+    assert metrics == {
+        "perf/tokens_per_s": num_tokens / 2,
+        "perf/unique_tokens_per_s": num_tokens / 2,
+        "tree/token_ratio": (num_tokens + 2 * num_prompt) / (num_tokens + num_prompt),
+    }
+
+
+def test_a_shared_token_counts_once_in_unique_tokens(config):
+    fork = replace(path(0, steady(2)), parent_id="p/train-1/0", fork_len=4)
+    batch = pack_trees([tree("p", path(1, steady(1)), fork)])
+    metrics = ThroughputMeter(config, "").step_metrics(batch, {"rollout": 2.0})
+    # 5 and 6 response tokens after a prompt of two; the fork shares it and its first 4.
+    assert metrics["perf/tokens_per_s"] == 11 / 2
+    assert metrics["perf/unique_tokens_per_s"] == 7 / 2
+    assert metrics["tree/token_ratio"] == (11 + 2 * 2) / (7 + 2)
 
 
 @pytest.mark.parametrize("name", ["", "NVIDIA GeForce RTX 3090"])
@@ -75,16 +87,20 @@ def test_there_is_no_mfu_where_the_peak_is_not_known(config, batch, name):
     assert "perf/mfu" not in ThroughputMeter(config, name).step_metrics(batch, {"update": 0.5})
 
 
-def test_mfu_is_over_all_ranks_and_the_update_alone(config, batch, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(json.loads(QWEN.read_text())))
-    model, parallel = ModelConfig(path=str(tmp_path)), ParallelConfig(tensor=2, data=2)
-    meter = ThroughputMeter(
-        replace(config, model=model, parallel=parallel), "NVIDIA H100 80GB HBM3"
+@pytest.mark.parametrize("trees", [True, False], ids=["trees", "rows"])
+def test_mfu_is_over_all_ranks_and_the_update_alone(config, batch, trees, tmp_path):
+    changed = replace(
+        config,
+        model=ModelConfig(path=write_model_config(tmp_path, "qwen2.5-7b")),
+        parallel=ParallelConfig(tensor=2, data=2),
+        batch=BatchConfig(trees=trees),
     )
+    meter = ThroughputMeter(changed, "NVIDIA H100 80GB HBM3")
     metrics = meter.step_metrics(batch, {"rollout": 9.0, "update": 0.5})
     # 6 FLOPs for each of 6.53 billion parameters of the layers a token, and of 0.545 of the output
     # layer a trained one; what attention needs on a few tokens is below 0.1 %.
     layers, output = 6.53e9, 0.545e9
-    num_tokens = sum(map(len, batch.prompt_ids)) + int(batch.length_B.sum())
+    prompts = batch.prompt_ids[:1] if trees else batch.prompt_ids
+    num_tokens = sum(map(len, prompts)) + int(batch.length_B.sum())
     flops = 6 * (layers * num_tokens + output * int(batch.mask_BT.sum()))
     assert metrics["perf/mfu"] == pytest.approx(flops / (0.5 * 4 * 989e12), rel=2e-3)
