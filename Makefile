@@ -44,7 +44,7 @@ scoreboard: env ## train every algorithm on every task, for hours, into docs/sco
 	@$(PY) tools/make_tiny_model.py --out runs/toolqa
 	@$(PY) tools/make_tiny_model.py --out runs/calls --task calls
 	@$(PY) tools/make_tiny_model.py --out runs/orders --task orders
-	@$(PY) tools/compare_algos.py --page docs/scoreboard.md $(ARGS)
+	@$(PY) tools/compare_algos.py --page docs/scoreboard.md --results docs/scoreboard.jsonl $(ARGS)
 
 test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=3 processes)
 	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)

@@ -3,7 +3,7 @@
     python tools/compare_algos.py [--tasks NAME,...] [--algos NAME,...] [--seeds K,...]
                                   [--rates LR,...] [--tuning-seed K] [--tokens N | --steps N]
                                   [--marks N] [--save-every N] [--out FOLDER] [--page FILE]
-                                  [--list] [key=value ...]
+                                  [--results FILE] [--list] [key=value ...]
 
 All runs of a task start from the same warm-started checkpoint. Each algorithm first gets one run
 for each learning rate, with a seed that is not scored, and then runs all seeds with the rate that
@@ -16,7 +16,9 @@ the same seeds. An algorithm is a preset of `algo=`, to which `+` adds overrides
 After each scored run it writes `scoreboard.md`, `scoreboard.svg` and `scoreboard.json`, and for
 each task `comparison.md` and `comparison.png`, to the folder; page and figure also to `--page`. It
 can be interrupted at any time: the same command continues, and finished runs are not repeated. The
-folders are described in `compare/run.py`. Input: `tools/make_tiny_model.py`, which `--list` names.
+folders are described in `compare/run.py`. With `--results` each finished run is also a line of that
+file, and runs that it has are not repeated where the folders are missing
+(`compare/result_file.py`). Input: `tools/make_tiny_model.py`, which `--list` names.
 
 Exit codes: 0 done, 2 bad input, 1 a failure, 130 interrupted.
 """
@@ -145,7 +147,8 @@ def _introduction(options: CompareOptions, command: str) -> str:
         else "each algorithm has the same learning rate, and seeds "
     )
     return (
-        f"{datetime.now(tz=UTC):%Y-%m-%d}, commit {_commit()}:\n\n    {command}\n\n"
+        f"{datetime.now(tz=UTC):%Y-%m-%d}, commit {_commits_of_results(options)}:\n\n"
+        f"    {command}\n\n"
         "All runs of a task start from one warm-started checkpoint and train for "
         f"{options.budget}; {tuning}{', '.join(map(str, options.seeds))}. Intervals are 95 % "
         "percentile bootstrap intervals over the seeds; they do not cover another warm start. A "
@@ -154,6 +157,15 @@ def _introduction(options: CompareOptions, command: str) -> str:
         "In the figure green is better and red is worse; the vertical lines are the reward before "
         f"training (dashed) and `{BASELINE}`'s (dotted)."
     )
+
+
+def _commits_of_results(options: CompareOptions) -> str:
+    """Return the commits that made the results, as the page shows them."""
+    if options.results is None:
+        return options.commit
+    from tools.compare.result_file import ResultFile
+
+    return ", ".join(ResultFile(options.results).commits) or options.commit
 
 
 def _commit() -> str:
@@ -186,6 +198,8 @@ def _make_options(args: argparse.Namespace) -> CompareOptions:
         tuning_seed=args.tuning_seed,
         budget=Budget(num_tokens=args.tokens, num_steps=args.steps, num_evaluations=args.marks),
         save_every=args.save_every,
+        results=args.results,
+        commit=_commit(),
         overrides=tuple(args.overrides),
     )
 
@@ -225,6 +239,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--save-every", type=_positive, default=10, help="steps per checkpoint")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("--page", type=Path, help="a copy of the page, such as docs/scoreboard.md")
+    parser.add_argument(
+        "--results", type=Path, help="a file of finished runs, to continue on other machines"
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all runs")
     args = parser.parse_intermixed_args(arguments)

@@ -87,6 +87,10 @@ class CompareOptions:
     """Steps between two checkpoints."""
     overrides: tuple[str, ...]
     """Overrides of all runs."""
+    results: Path | None = None
+    """File of finished runs that other machines read and extend (`result_file`)."""
+    commit: str = "unknown"
+    """Commit of this code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

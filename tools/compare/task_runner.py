@@ -30,8 +30,14 @@ from tools.compare.plan import (
 )
 
 if TYPE_CHECKING:
+    from mega_agentrl.report.compare.algorithms import EvalCostPoint
     from mega_agentrl.types.components import Components
+    from tools.compare.result_file import ResultFile
     from tools.compare.run import ComparisonSetup, FinishedRun
+
+_SAME_REWARD = 0.004
+"""Largest difference of two evaluations of the same weights: the engine's log-probs depend on the
+batch in their last bits, which turns a token now and then."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,17 +128,20 @@ class TaskRunner:
         ]
 
     def read_finished(self) -> None:
-        """Read the results that the folders have.
+        """Read the results that the folders and the file of results have.
 
         Raises:
-            ValueError: a folder belongs to a run with other settings.
+            ValueError: a folder belongs to a run with other settings, or a line is not a result.
         """
         # Imported here as below: torch is loaded only after the configurations have been checked.
         from tools.compare.run import read_result
 
+        file = self._result_file()
         for list_runs in (lambda: self.tuning_runs, lambda: self.scored_runs):
             for run in list_runs():
-                result = read_result(Path(run.config.run_dir), run.settings)
+                result = None if file is None else file.find(self.task.key, run)
+                if result is None:
+                    result = read_result(Path(run.config.run_dir), run.settings)
                 if result is not None:
                     self.finished.append((run, result))
 
@@ -180,7 +189,7 @@ class TaskRunner:
                 result = run_once(
                     setup, run.config, run.settings, options.budget, options.save_every
                 )
-                self.finished.append((run, result))
+                self._add_finished(run, result)
                 last = result.evaluations[-1]
                 print(
                     f"{self.task.key}: {run.name}{' (tuning)' if run.is_tuning else ''}: reward "
@@ -202,9 +211,36 @@ class TaskRunner:
         if is_tuning:
             parts = replace(parts, validation_prompts=parts.dev_prompts)
         before = evaluate_warm(parts, base, warm, folder / f"{questions}.json")
+        self._check_same_start(before, is_tuning=is_tuning)
         return ComparisonSetup(
             components=parts, base_config=base, warm_start_folder=warm, initial_evaluation=before
         )
+
+    def _result_file(self) -> ResultFile | None:
+        from tools.compare.result_file import ResultFile
+
+        return None if self.options.results is None else ResultFile(self.options.results)
+
+    def _add_finished(self, run: PlannedRun, result: FinishedRun) -> None:
+        self.finished.append((run, result))
+        if (file := self._result_file()) is not None:
+            file.append(self.task.key, run, result, self.options.commit)
+
+    def _check_same_start(self, before: EvalCostPoint, *, is_tuning: bool) -> None:
+        """Check that finished runs started from the warm start that was evaluated here.
+
+        Raises:
+            ValueError: They did not.
+        """
+        for run, result in self.finished:
+            start = result.evaluations[0]
+            if run.is_tuning == is_tuning and abs(start.reward - before.reward) > _SAME_REWARD:
+                raise ValueError(
+                    f"{self.task.key}: {run.name} started from a reward of {start.reward:.4f}, "
+                    f"expected {before.reward:.4f}, which the warm start has here; probable cause: "
+                    "its result is of another version or another kind of processor. Choose another "
+                    "--results to start anew"
+                )
 
 
 def choose_learning_rate(reward_by_rate: Mapping[float, float]) -> float:

@@ -7,39 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tools.compare.budget import Budget
-from tools.compare.plan import TASKS, CheckedConfig, CompareOptions
 from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
 from tools.compare.task_runner import TaskRunner, choose_learning_rate
 
 BEST = {"grpo": 1e-4, "arpo": 4e-4}
-
-
-@pytest.fixture
-def make_runner(tmp_path):
-    def make(**changes):
-        options = CompareOptions(
-            out=tmp_path,
-            seeds=(1, 2),
-            learning_rates=(1e-4, 4e-4),
-            tuning_seed=9,
-            budget=Budget(num_tokens=500, num_steps=None, num_evaluations=1),
-            save_every=2,
-            overrides=(),
-        )
-        config = TrainConfig(run_dir=str(tmp_path / "orders"))
-        checked = CheckedConfig(config=config, settings={"optim": {"lr": 1.0}})
-        return TaskRunner(
-            task=TASKS["orders"],
-            options=replace(options, **changes),
-            base=checked,
-            algorithms={"grpo": checked, "arpo": checked},
-            skipped={"ppo": "a critic"},
-        )
-
-    return make
 
 
 def finish(run, reward):
