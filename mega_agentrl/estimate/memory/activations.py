@@ -23,7 +23,13 @@ attention, which are not kept here) a layer saves
 
 The backward pass of one layer then needs what was dropped of it (`recomputed_layer_bytes`).
 
-The vocabulary-parallel head computes logits in tiles, in a scratch buffer of fixed size (as
+Where trajectories are packed as trees (`batch.trees`), the attention gathers keys and values along
+the path of every branch, for one layer at a time (`path_attention_bytes`), by indices that a
+micro-batch keeps (`attention_plan_bytes`). Without fused kernels it computes padded blocks of
+branches, each layer with a copy of their mask.
+
+The losses see rows, padded to the longest response (`row_tensor_bytes`). The vocabulary-parallel
+head computes logits in tiles, in a scratch buffer of fixed size (as
 `actor.vocab.tiling`), and needs besides
 
     gradient of the hidden states   [N, D] float32, and once in the training dtype
@@ -50,6 +56,13 @@ SCRATCH_BYTES = {True: 512 << 20, False: 16 << 20}
 """Upper bound on the bytes of the logit tiles, by whether kernels are fused."""
 _MAX_CHUNK_TOKENS, _MIN_BLOCK_ROWS = 8192, 16384
 _CPU_BLOCK_ROWS = 2048
+_BLOCK_PADDING = 1.5
+"""Padded slots or scores of blocks of branches per real one (`attention_plan.group_by_size`)."""
+_LOSS_TENSORS = 21
+"""Float32 tensors [rows, positions] at the peak of objective and backward pass, measured with KL
+and entropy terms for every loss of this project."""
+_ROW_INDICES = 3
+"""Indices of a micro-batch by row and position: predicted token, row, column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +73,8 @@ class KernelConfig:
     """Bytes of one weight or activation."""
     fused: bool = True
     """Whether norms, activations and attention are fused, as on GPUs."""
+    max_path_tokens: int = 0
+    """Tokens of the longest path of a tree with forks; 0 where no tree has a fork."""
 
 
 def stage_activation_bytes(
@@ -226,6 +241,10 @@ def _attention_bytes(
     saved += tokens * (query * item + heads * _FLOAT_BYTES)  # output and softmax normaliser
     if not kernels.fused:
         saved += tokens * (key_factor * key + query) * item  # values, and the output transposed
+        if kernels.max_path_tokens:
+            saved += _padded_mask_scores(tokens, kernels) * item
+            # Padded slots of queries and of what the kernel returns for them.
+            saved += (_BLOCK_PADDING - 1) * tokens * (2 * query * item + heads * _FLOAT_BYTES)
         if shape.qk_norm and item == _FLOAT_BYTES:  # the key norm saves a view of the fused qkv
             saved += tokens * (query + key) * item
         return saved
@@ -290,6 +309,59 @@ def layer_backward_workspace_bytes(
     if all(shape.moe.moe_layer_pattern):
         return sparse * kernels.item_bytes
     return max(dense, sparse) * kernels.item_bytes
+
+
+def path_attention_bytes(
+    shape: ModelShape, layout: ParallelConfig, tokens: float, num_keys: int, kernels: KernelConfig
+) -> float:
+    """Return the temporary bytes of one layer's attention along the paths of trees.
+
+    The backward pass gathers keys and values again, and has their gradients. Where several query
+    heads share a key head, the fused kernel computes these for each query head first.
+
+    Args:
+        shape: The model.
+        layout: The parallel sizes.
+        tokens: Number of tokens of a micro-batch on this rank.
+        num_keys: Number of keys that are gathered along the paths; 0 where no tree has a fork.
+        kernels: How the layers run.
+    """
+    if not num_keys:
+        return 0.0
+    heads, kv_heads = shape.num_heads / layout.tensor, max(1.0, shape.num_kv_heads / layout.tensor)
+    heads_per_slot = 4 * kv_heads
+    if kernels.fused and heads != kv_heads:
+        heads_per_slot += 2 * heads
+    slots = num_keys if kernels.fused else _BLOCK_PADDING * num_keys
+    # The gradients are added up for the keys and values of all context ranks.
+    summed = 2 * kv_heads * tokens * layout.context
+    return (slots * heads_per_slot + summed) * shape.head_dim * kernels.item_bytes
+
+
+def attention_plan_bytes(tokens: float, num_keys: int, kernels: KernelConfig) -> float:
+    """Return the bytes of the indices and masks by which a micro-batch gathers its keys."""
+    if not num_keys:
+        return 0.0
+    if kernels.fused:
+        return num_keys * _INT_BYTES
+    slots = _BLOCK_PADDING * num_keys + (_BLOCK_PADDING + 1) * tokens
+    return slots * _INT_BYTES + _padded_mask_scores(tokens, kernels)
+
+
+def _padded_mask_scores(tokens: float, kernels: KernelConfig) -> float:
+    return _BLOCK_PADDING * tokens * kernels.max_path_tokens
+
+
+def row_tensor_bytes(num_rows: int, num_positions: int, *, has_loss: bool) -> int:
+    """Return the bytes of the [rows, positions] tensors of a micro-batch and of its indices.
+
+    Args:
+        num_rows: Rows of a data rank, which may be one micro-batch.
+        num_positions: Tokens of the longest response.
+        has_loss: Whether the rank is of the last pipeline stage, which computes the loss.
+    """
+    per_place = _ROW_INDICES * _INT_BYTES + (_LOSS_TENSORS * _FLOAT_BYTES if has_loss else 0)
+    return num_rows * num_positions * per_place
 
 
 def head_workspace_bytes(

@@ -1,9 +1,10 @@
 """Estimates the memory of the ranks of policy and critic, part by part, by pipeline stage.
 
     permanent    weights, gradients, optimizer, runtime
-    alternating  a training pass (activations, plus the head's workspace or that of one layer's
-                 backward pass), or the reference weights on their way to the device in chunks, or
-                 two buckets of the weight transfer
+    alternating  a training pass (activations and the losses' tensors by row, plus the workspace of
+                 the head, of one layer's backward pass, or of its attention along the paths of
+                 trees), or the reference weights on their way to the device in chunks, or two
+                 buckets of the weight transfer
 
 The peak is the permanent part plus the largest alternating one. On shared GPUs
 (`cluster.colocated`) a sleeping engine permanently keeps some memory. During the weight transfer
@@ -17,24 +18,28 @@ vocabulary head, reference and weight transfer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, MIB
 from mega_agentrl.estimate.memory.activations import (
     KernelConfig,
+    attention_plan_bytes,
     head_workspace_bytes,
     layer_backward_workspace_bytes,
+    num_in_flight_passes,
+    path_attention_bytes,
     recomputed_layer_bytes,
+    row_tensor_bytes,
     stage_activation_bytes,
 )
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
+from mega_agentrl.estimate.memory.micro_batches import bound_micro_batches, max_row_tokens
 from mega_agentrl.estimate.memory.model_state import estimate_model_state
-from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.estimate.memory.micro_batches import MicroBatchBounds
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _REFERENCE_CHUNK_BYTES = 256 * MIB
@@ -55,12 +60,19 @@ class PolicyMemory:
     optimizer: int
     """Bytes of the optimizer state."""
     activations: int
-    """Bytes of the activations saved for the backward pass."""
+    """Bytes of the activations saved for the backward pass, with the indices by which the attention
+    gathers keys along the paths of trees."""
+    row_tensors: int
+    """Bytes of the losses' tensors by row and response position, and of the indices that fill
+    them. Trees have as many rows as trajectories, whatever they share."""
     head_workspace: int
     """Bytes of the vocabulary head's workspace, 0 except on the last stage."""
     layer_workspace: int
     """Temporary bytes of the backward pass of one layer, with the activations that it computes
     again."""
+    path_attention: int
+    """Temporary bytes of the attention of one layer along the paths of trees, with the activations
+    that the layer computes again; 0 without trees."""
     transfer_buckets: int
     """Bytes of the weight transfer's buckets."""
     reference_staging: int
@@ -75,10 +87,16 @@ class PolicyMemory:
     """Bytes while both policy and engine weights are on a shared GPU; 0 on separate GPUs."""
 
     @property
+    def training_pass(self) -> int:
+        """Peak bytes of forward and backward pass of the micro-batches."""
+        workspace = max(self.head_workspace, self.layer_workspace, self.path_attention)
+        return self.activations + self.row_tensors + workspace
+
+    @property
     def peak(self) -> int:
         """Peak bytes on the device."""
         fixed = self.weights + self.gradients + self.optimizer + self.runtime
-        training = self.activations + max(self.head_workspace, self.layer_workspace)
+        training = self.training_pass
         if not self.sleeping_engine:
             return fixed + max(training, self.transfer_buckets, self.reference_staging)
         # The transfer buckets stay allocated from the first transfer on.
@@ -113,17 +131,9 @@ def estimate_policy_memory(
     Raises:
         ValueError: The parallel sizes do not divide the model.
     """
-    max_tokens, num_micro_batches = max_micro_batches(config)
+    bounds = bound_micro_batches(config, micro_batch_tokens)
     return [
-        _estimate_stage_memory(
-            config,
-            shape,
-            device,
-            stage,
-            tokens=micro_batch_tokens or max_tokens,
-            num_micro_batches=num_micro_batches,
-            imbalance=imbalance,
-        )
+        _estimate_stage_memory(config, shape, device, stage, bounds, imbalance)
         for stage in range(config.parallel.pipeline)
     ]
 
@@ -133,23 +143,35 @@ def _estimate_stage_memory(
     shape: ModelShape,
     device: DeviceSpec,
     stage: int,
-    *,
-    tokens: int,
-    num_micro_batches: int,
+    bounds: MicroBatchBounds,
     imbalance: float,
 ) -> PolicyMemory:
-    layout, trains = config.parallel, not config.is_eval_only
-    kernels = KernelConfig(item_bytes=device.item_bytes(config.model.dtype), fused=device.is_gpu)
+    layout, trains, tokens = config.parallel, not config.is_eval_only, bounds.tokens
+    kernels = KernelConfig(
+        item_bytes=device.item_bytes(config.model.dtype),
+        fused=device.is_gpu,
+        max_path_tokens=max_row_tokens(config) if bounds.num_keys else 0,
+    )
+    is_last_stage = stage == layout.pipeline - 1
     state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
     activations = stage_activation_bytes(
         shape, layout, stage, tokens, kernels,
-        num_micro_batches=num_micro_batches, imbalance=imbalance,
+        num_micro_batches=bounds.num_micro_batches, imbalance=imbalance,
     )  # fmt: skip
-    layer_workspace = layer_backward_workspace_bytes(
+    num_passes = sum(num_in_flight_passes(layout, stage, bounds.num_micro_batches))
+    activations += num_passes * attention_plan_bytes(tokens, bounds.num_keys, kernels)
+    recomputed = recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)
+    layer_workspace = recomputed + layer_backward_workspace_bytes(
         shape, layout, tokens, kernels, imbalance=imbalance
-    ) + recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)
+    )
+    path_attention = path_attention_bytes(shape, layout, tokens, bounds.num_keys, kernels)
+    if path_attention:
+        path_attention += recomputed
+    row_tensors = row_tensor_bytes(
+        bounds.num_rows, config.rollout.max_response_tokens, has_loss=is_last_stage
+    )
     head_workspace = 0
-    if stage == layout.pipeline - 1:
+    if is_last_stage:
         head_workspace = head_workspace_bytes(shape, layout.tensor, tokens, kernels)
     runtime = device.policy_runtime_bytes
     bucket = config.weight_sync.bucket_mib * MIB
@@ -173,8 +195,10 @@ def _estimate_stage_memory(
         gradients=gradients,
         optimizer=optimizer,
         activations=round(activations) if trains else 0,
+        row_tensors=row_tensors if trains else 0,
         head_workspace=head_workspace,
         layer_workspace=round(layer_workspace) + state.largest_parameter if trains else 0,
+        path_attention=round(path_attention) if trains else 0,
         transfer_buckets=2 * bucket,
         reference_staging=min(_REFERENCE_CHUNK_BYTES, state.weights) if reference else 0,
         runtime=runtime,
@@ -182,29 +206,6 @@ def _estimate_stage_memory(
         sleeping_engine=sleeping_engine,
         colocated_transfer_peak=transfer_peak,
     )
-
-
-def max_row_tokens(config: TrainConfig) -> int:
-    """Return the number of tokens of the longest possible trajectory."""
-    if config.rollout.use_inference_chat_template:
-        return config.engine.max_model_len
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def max_micro_batches(config: TrainConfig) -> tuple[int, int]:
-    """Return the tokens of a micro-batch on one rank and their number per optimizer step.
-
-    Both are upper bounds, reached when every trajectory has its full length.
-    """
-    layout, budget = config.parallel, config.optim.micro_batch_tokens
-    row_tokens = max_row_tokens(config)
-    num_rows = config.data.prompts_per_step * config.rollout.group_size
-    rows_per_rank = max(1, ceil(num_rows / (config.optim.num_minibatches * layout.data)))
-    rows_per_micro_batch = max(1, budget * layout.context // row_tokens)
-    num_micro_batches = ceil(rows_per_rank / rows_per_micro_batch)
-    multiple = layout.pipeline if layout.virtual_pipeline > 1 else 1
-    tokens = min(budget, ceil(rows_per_rank * row_tokens / layout.context))
-    return max(1, tokens), round_up(num_micro_batches, multiple)
 
 
 def estimate_critic_memory(

@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.checks.parallel import min_ranks_per_node
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
-from mega_agentrl.estimate.memory.policy import (
-    estimate_critic_memory,
-    estimate_policy_memory,
-    max_row_tokens,
-)
+from mega_agentrl.estimate.memory.micro_batches import max_row_tokens
+from mega_agentrl.estimate.memory.policy import estimate_critic_memory, estimate_policy_memory
 from mega_agentrl.estimate.preflight.suggestions import (
     num_required_gpus,
     suggest_engine_changes,
@@ -182,8 +179,7 @@ def _policy_problem(
         f"{device.usable_bytes / GIB:.1f} usable"
     )
     parts = {
-        "optim.micro_batch_tokens": memory.activations
-        + max(memory.head_workspace, memory.layer_workspace),
+        "optim.micro_batch_tokens": memory.training_pass,
         "parallel.pipeline": memory.weights + memory.gradients + memory.optimizer,
         "weight_sync.bucket_mib": memory.transfer_buckets,
     }

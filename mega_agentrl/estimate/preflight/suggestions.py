@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
-from mega_agentrl.estimate.memory.policy import estimate_policy_memory, max_row_tokens
+from mega_agentrl.estimate.memory.micro_batches import max_row_tokens
+from mega_agentrl.estimate.memory.policy import estimate_policy_memory
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:

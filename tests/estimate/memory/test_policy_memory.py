@@ -6,12 +6,7 @@ import pytest
 
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
-from mega_agentrl.estimate.memory.policy import (
-    estimate_critic_memory,
-    estimate_policy_memory,
-    max_micro_batches,
-    max_row_tokens,
-)
+from mega_agentrl.estimate.memory.policy import estimate_critic_memory, estimate_policy_memory
 from mega_agentrl.estimate.preflight.suggestions import num_required_gpus
 from tests.estimate.configs import configured
 from tests.estimate.shapes import released
@@ -21,8 +16,9 @@ def test_the_peak_is_the_state_and_the_largest_of_the_rest():
     config = configured(tensor=4, sequence_parallel=True)
     (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
     fixed = memory.weights + memory.gradients + memory.optimizer + 3 * GIB
-    assert memory.peak == fixed + memory.activations + max(
-        memory.head_workspace, memory.layer_workspace
+    assert memory.peak == fixed + memory.training_pass
+    assert memory.training_pass == memory.activations + memory.row_tensors + max(
+        memory.head_workspace, memory.layer_workspace, memory.path_attention
     )
     config.weight_sync.bucket_mib = 50 * 1024
     (large,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
@@ -57,29 +53,6 @@ def test_a_run_that_only_evaluates_has_weights_alone():
     (memory,) = estimate_policy_memory(config, released("qwen2.5-7b"), DeviceSpec())
     assert memory.gradients == memory.optimizer == memory.activations == memory.pinned_host == 0
     assert memory.weights > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, (8192, 1024)),
-        ({"tokens": 20_000}, (20_000, 512)),
-        ({"tokens": 4096, "context": 2}, (4096, 1024)),
-        ({"data": 4, "tokens": 10**7}, (256 * 8192, 1)),
-        ({"pipeline": 3, "virtual_pipeline": 2, "tokens": 16384}, (16384, 513)),
-    ],
-)
-def test_micro_batches_of_full_rows(settings, expected):
-    """1,024 rows of 8,192 tokens."""
-    assert max_micro_batches(configured(**settings)) == expected
-
-
-def test_rows_of_single_turns_may_be_as_long_as_the_context_of_an_engine():
-    config = configured(prompt=100, response=100)
-    config.engine.max_model_len = 300
-    assert max_row_tokens(config) == 200
-    config.rollout.use_inference_chat_template = True
-    assert max_row_tokens(config) == 300
 
 
 def test_a_cpu_trains_in_float32_and_loads_libraries():
