@@ -33,7 +33,11 @@ sys.path.insert(0, str(ROOT))
 from mega_agentrl.config.errors import ConfigError  # noqa: E402
 from mega_agentrl.config.override_keys import repeated_keys  # noqa: E402
 from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
-from mega_agentrl.estimate.preflight.report import PreflightProblem, run_preflight  # noqa: E402
+from mega_agentrl.estimate.preflight.report import (  # noqa: E402
+    PreflightProblem,
+    run_preflight,
+    tree_note,
+)
 from mega_agentrl.estimate.weight_transfer import estimate_transfer  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
 from mega_agentrl.reshard.topology import LinkSpeeds, LinkType  # noqa: E402
@@ -88,6 +92,9 @@ def _add_prompts(found: PreflightFindings, args: argparse.Namespace) -> None:
         problems, notes = [_config_error_problem(error)], []
     found.problems += problems
     found.notes += notes
+    for file in found.prompts:
+        if file.key == "data.train" and (note := tree_note(found.config, file.mean_prompt_tokens)):
+            found.notes.append(note)
 
 
 def _add_tool_calls(found: PreflightFindings) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
+from mega_agentrl.actor.model.attention_plan import split_into_segments
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
-from mega_agentrl.actor.training import optimizer
+from mega_agentrl.actor.training import optimizer, packing
+from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.rank_shards import pack_rows
 from tests.train_batches import batch_of_rows
+from tests.tree_batches import make_tree_batch
 
 ROWS, TOKENS, PROMPT = 8, 64, 8
 """Rows of a micro-batch; tokens a model reads of each row; prompt tokens among them."""
@@ -128,6 +132,46 @@ def peak_saved_bytes(rank_info, folder, layout, dtype, num_micro_batches):
     with torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda saved: saved.tensor):
         model._pipeline_schedule.forward_backward(micros, head, sum_loss)
     return position.model_parallel_rank.pipeline_rank, counter.peak
+
+
+def peak_saved_bytes_of_tree(rank_info, folder, layout, dtype, tree):
+    """Return (tokens, keys, peak saved bytes) of a pass over a micro-batch of one tree."""
+    config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype(dtype)), parallel=layout)
+    model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
+    model.load_hf(folder)
+    rows = PackedRows.from_batch(make_tree_batch((tree,), vocab=61))
+    select_M = np.ones(rows.response_start_R1[-1], dtype=bool)
+    context_rank = RankCoordinates.from_rank(rank_info["rank"], layout).context_rank
+    micro = packing.pack_rows(
+        rows,
+        range(rows.num_rows),
+        select_M,
+        torch.device("cpu"),
+        context_rank=context_rank,
+        context_size=layout.context,
+    )
+    segments = split_into_segments(micro.start_G, micro.branches, context_rank, layout.context)
+    shard = make_vocab_shard(model.shape, model.groups)
+    head = LogProbHead(temperature=1.0, vocab_shard=shard, num_positions=rows.num_positions)
+    counter = SavedTensorCounter(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks
+
+    class CountingHooks(hooks):
+        """The attention's own hooks, inside which those around the pass are not called."""
+
+        def __init__(self, pack, unpack):
+            super().__init__(
+                lambda tensor: counter.pack(found) if torch.is_tensor(found := pack(tensor)) else found,
+                lambda saved: unpack(getattr(saved, "tensor", saved)),
+            )
+
+    torch.autograd.graph.saved_tensors_hooks = CountingHooks
+    try:
+        with hooks(counter.pack, lambda saved: saved.tensor):
+            model._pipeline_schedule.forward_backward([micro], head, sum_loss)
+    finally:
+        torch.autograd.graph.saved_tensors_hooks = hooks
+    return len(micro.token_S), sum(part.num_keys for part in segments), counter.peak
 
 
 def sum_loss(micro, logp_RT, entropy_RT):

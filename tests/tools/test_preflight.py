@@ -164,6 +164,15 @@ def test_the_smoke_run_passes_with_its_prompts_read(assets):
         "3 devices",
     ):
         assert fact in done.stdout
+    assert done.stdout.count("batch.trees=true") == 1
+
+
+def test_flat_rows_have_no_line_on_trees(assets, capsys):
+    assert preflight.main(smoke(assets, "--json")) == 0
+    (note,) = [one for one in json.loads(capsys.readouterr().out)["notes"] if "trees" in one]
+    assert "tree/token_ratio is at least 1." in note
+    assert preflight.main(smoke(assets, "batch.trees=false", "--json")) == 0
+    assert not any("trees" in one for one in json.loads(capsys.readouterr().out)["notes"])
 
 
 def test_prompts_that_are_too_long_are_refused(assets, capsys):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.checks.parallel import read_model_config, read_model_size
@@ -38,6 +39,8 @@ class PromptFile:
     num_prompts: int
     max_prompt_tokens: int
     """Number of tokens of the longest prompt."""
+    mean_prompt_tokens: float
+    """Mean number of tokens of the prompts, as far as the run uses them (`data.truncation`)."""
     longest_prompt_id: str
     """Id of that prompt: its data source and index or row number."""
     num_too_long: int
@@ -78,7 +81,8 @@ def inspect_prompts(
         lengths = [len(prompt.token_ids) for prompt in loaded.prompts]
         longest = loaded.prompts[lengths.index(max(lengths))].prompt_id
         num_too_long = sum(length > config.data.max_prompt_tokens for length in lengths)
-        found.append(PromptFile(key, len(lengths), max(lengths), longest, num_too_long))
+        mean = _mean_used_tokens(config, lengths)
+        found.append(PromptFile(key, len(lengths), max(lengths), mean, longest, num_too_long))
     problems += _too_long(config, found)
     notes = _template_notes(config, codec, sample) if sample else []
     return found, problems, remote_notes + notes
@@ -101,6 +105,14 @@ def _schemas(config: TrainConfig, codec: HFCodec) -> Mapping[str, Mapping[str, A
         protocol=config.rollout.call_protocol,
     )
     return kit.schemas()
+
+
+def _mean_used_tokens(config: TrainConfig, lengths: list[int]) -> float:
+    limit = config.data.max_prompt_tokens
+    used = [min(length, limit) for length in lengths]
+    if config.data.truncation is Truncation.drop:
+        used = [length for length in lengths if length <= limit]
+    return fmean(used) if used else 0.0
 
 
 def _too_long(config: TrainConfig, files: list[PromptFile]) -> list[PreflightProblem]:

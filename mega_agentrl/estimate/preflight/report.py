@@ -10,6 +10,7 @@ To add a check that can refuse a run:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.checks.parallel import min_ranks_per_node
@@ -237,3 +238,34 @@ def _notes(config: TrainConfig, memory: EngineMemory) -> list[str]:
             "or share a prompt"
         )
     return notes
+
+
+def tree_note(config: TrainConfig, mean_prompt_tokens: float) -> str | None:
+    """Return a line on what `batch.trees` saves at least; None where nothing is shared for sure.
+
+    With prompts of p tokens and g responses of r tokens flat rows have g (p + r) tokens and a tree
+    p + g r. Shorter responses and forks save more. A tree that exceeds a micro-batch is cut into
+    parts, each of which computes the prompt again.
+
+    Args:
+        config: The run.
+        mean_prompt_tokens: Mean number of tokens of the prompts that are trained on.
+    """
+    group, response = config.rollout.group_size, config.rollout.max_response_tokens
+    trains = config.total_steps or config.total_epochs
+    if not (config.batch.trees and trains) or group == 1:
+        return None
+    budget = config.optim.micro_batch_tokens * config.parallel.context
+    rows_per_part = max(1, int((budget - mean_prompt_tokens) / response))
+    ratio, computed = (
+        group * (mean_prompt_tokens + response) / (parts * mean_prompt_tokens + group * response)
+        for parts in (1, ceil(group / rows_per_part))
+    )
+    cut = ""
+    if rows_per_part < group:
+        cut = f" (about {computed:.2f} as computed: full trees are cut to micro-batches)"
+    return (
+        f"batch.trees=true: the {group} trajectories of a prompt are computed as one tree; with "
+        f"prompts of {mean_prompt_tokens:.0f} tokens on average tree/token_ratio is at least "
+        f"{ratio:.2f}{cut}, higher with forks or responses shorter than {response} tokens"
+    )

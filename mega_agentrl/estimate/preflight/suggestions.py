@@ -8,7 +8,8 @@ order, each alone and then with a smaller micro-batch:
     activation recomputation;
     the same number of ranks: data ranks turned into pipeline, tensor or context ranks, or experts
     over more ranks;
-    more ranks
+    more ranks;
+    flat rows instead of trees, whose attention gathers the keys of all paths
 
 An engine fits if its peak is within the usable memory and the KV cache holds one request of
 `engine.max_model_len` tokens, without which vLLM does not start.
@@ -225,6 +226,8 @@ def _policy_candidates(config: TrainConfig) -> Iterator[Overrides]:
         yield from _layout_candidates(config, factor)
         wider = {"parallel.tensor": layout.tensor * 2, "parallel.sequence_parallel": True}
         yield {**wider, "parallel.data": layout.data * factor}
+    if config.batch.trees:
+        yield {"batch.trees": False}
 
 
 def _layout_candidates(config: TrainConfig, factor: int) -> Iterator[Overrides]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.estimate.device import DeviceSpec
-from mega_agentrl.estimate.preflight.report import _placement_problems, run_preflight
+from mega_agentrl.estimate.preflight.report import _placement_problems, run_preflight, tree_note
 from tests.estimate.configs import check_of, configured
 from tests.estimate.shapes import released
 
@@ -118,3 +118,30 @@ def test_whole_engines_and_tensor_groups_fit_one_machine():
     (problem,) = _placement_problems(config, DeviceSpec(gpus_per_node=6), None)
     assert problem.config_key == "engine.tensor_parallel_size"
     assert "12 ranks" in problem.message
+
+
+def note_of(mean_prompt_tokens=2000.0, *, trees=True, group=16, steps=10, **settings):
+    """The line on trees of a run with responses of 1,000 tokens."""
+    config = configured(response=1000, **settings)
+    config.batch.trees, config.rollout.group_size, config.total_steps = trees, group, steps
+    return tree_note(config, mean_prompt_tokens)
+
+
+def test_shared_prompts_are_saved_at_least():
+    """16 x 3,000 tokens in flat rows, 2,000 + 16 x 1,000 in a tree."""
+    note = note_of(tokens=18_000)
+    assert "prompts of 2000 tokens on average tree/token_ratio is at least 2.67, higher" in note
+    assert "shorter than 1000 tokens" in note
+    # Five rows fit beside the prompt, so that it is computed four times.
+    assert "at least 2.67 (about 2.00 as computed" in note_of(tokens=7_500)
+    assert "about 2.00" in note_of(tokens=3_750, context=2)
+    assert "about 1.00" in note_of(tokens=3_000), "one row for each part"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"trees": False}, {"group": 1}, {"steps": 0}],
+    ids=["flat_rows", "one_trajectory", "no_training"],
+)
+def test_nothing_is_promised_where_no_tree_is_trained_on(settings):
+    assert note_of(**settings) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mega_agentrl.config.enums import Recompute
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 from mega_agentrl.estimate.preflight.suggestions import (
@@ -159,3 +160,14 @@ def test_tensor_ranks_are_taken_from_the_number_of_engines():
 def test_nothing_is_suggested_for_a_gpu_that_is_far_too_small():
     device = DeviceSpec(memory_gib=8)
     assert suggestions(suggest_engine_changes, configured(), QWEN235, device) == []
+
+
+def test_flat_rows_are_suggested_where_the_keys_of_large_groups_do_not_fit():
+    config = configured(tensor=4, sequence_parallel=True)
+    config.rollout.group_size, config.parallel.recompute = 128, Recompute.full
+    shape, flat = released("qwen2.5-7b"), with_overrides(config, {"batch.trees": False})
+    flat_gib = policy_peak_gib(flat, shape, DeviceSpec())
+    device = DeviceSpec(memory_gib=flat_gib + 1, reserved_fraction=0.0)
+    assert policy_peak_gib(config, shape, device) > flat_gib + 1
+    found = suggestions(suggest_policy_changes, config, "qwen2.5-7b", device)
+    assert {"batch.trees": False} in [change.new_values for change in found]
