@@ -40,6 +40,8 @@ class StepSummary:
     """Seconds by phase, in order."""
     tokens_per_s: float | None = None
     """Throughput of the whole step; None is not shown."""
+    unique_tokens_per_s: float | None = None
+    """The same with tokens that trajectories share counted once; None is not shown."""
     warning: str = ""
     """What the user should look at, at the end of the line; empty for nothing."""
 
@@ -54,7 +56,9 @@ class StepSummary:
             inner = " · ".join(f"{name} {seconds:.2f}" for name, seconds in self.phase_s.items())
             parts.append(f"step {sum(self.phase_s.values()):.2f} s = {inner}")
         if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
+            unique = self.unique_tokens_per_s
+            once = "" if unique is None else f" ({unique:,.0f} unique)"
+            parts.append(f"{self.tokens_per_s:,.0f} tokens/s{once}")
         return "  ".join(parts)
 
 

@@ -210,7 +210,8 @@ class RunLogger:
             **{f"weight_sync/{name}": value for name, value in sync_metrics.items()},
         }
         num_tokens = int(batch.length_B.sum())
-        metrics |= self._throughput.step_metrics(batch, phase_s)
+        throughput = self._throughput.step_metrics(batch, phase_s)
+        metrics |= throughput
         if self._monitors.gpu is not None:
             metrics |= self._monitors.gpu.collect()
         if self._monitors.memory is not None:
@@ -230,7 +231,14 @@ class RunLogger:
             displayed["held out"] = self._eval_points[-1].reward
         if failures.num_failed:
             displayed["failed"] = failures.failed_fraction
-        self._show_progress(step, displayed, phase_s, num_tokens, failures.describe())
+        self._show_progress(
+            step,
+            displayed,
+            phase_s,
+            num_tokens,
+            unique_tokens_per_s=throughput["perf/unique_tokens_per_s"],
+            warning=failures.describe(),
+        )
 
     def save_validation_rollouts(
         self, when: str, suffix: str, trees: Sequence[RolloutTree]
@@ -337,6 +345,8 @@ class RunLogger:
         values: Mapping[str, float],
         phase_s: Mapping[str, float],
         num_tokens: int,
+        *,
+        unique_tokens_per_s: float | None = None,
         warning: str = "",
     ) -> None:
         assert self._progress is not None, "steps are reported inside a stage"
@@ -346,6 +356,7 @@ class RunLogger:
                 metrics=values,
                 phase_s=phase_s,
                 tokens_per_s=num_tokens / max(1e-9, sum(phase_s.values())),
+                unique_tokens_per_s=unique_tokens_per_s,
                 warning=warning,
             )
         )

@@ -104,6 +104,8 @@ def metrics():
                 "time/rollout_s": 2.0,
                 "time/update_s": float("nan") if step == 2 else 1.0,
                 "perf/tokens_per_s": 1000.0,
+                "perf/unique_tokens_per_s": 400.0,
+                "tree/token_ratio": 2.5,
                 "rollout/tool/search/num_calls": 4.0,
                 "rollout/tool/search/num_ok": 3.0,
                 "rollout/tool/search/num_timeout": 1.0,

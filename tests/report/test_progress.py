@@ -12,6 +12,7 @@ VIEW = StepSummary(
     metrics={"reward": 0.4125, "success": 0.5},
     phase_s={"generate": 1.5, "update": 0.75},
     tokens_per_s=2310.4,
+    unique_tokens_per_s=1204.6,
 )
 
 
@@ -93,7 +94,7 @@ def test_a_long_line_is_not_wrapped_and_brackets_stay():
         progress.print_line("[red]kept as it is")
     lines = out.getvalue().splitlines()
     assert lines[1].startswith("rl [x] 3/3  reward 0.412")
-    assert lines[1].endswith("step 2.25 s = generate 1.50 · update 0.75  2,310 tokens/s")
+    assert lines[1].endswith("step 2.25 s = generate 1.50 · update 0.75  2,310 tokens/s (1,205 unique)")
     assert lines[2] == "[red]kept as it is"
     assert len(lines) == 4
 

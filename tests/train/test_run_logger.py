@@ -32,7 +32,7 @@ def test_the_screen_shows_steps_and_the_end_before_and_after_side_by_side(compon
         step = console.file.getvalue()
         after = logger.log_validation("after", evaluate_validation_set(components, config))
         logger.finish(before, after)
-    for piece in ("RL 1/1", "reward", "success", "tokens/s", "rollout", "update", "eta"):
+    for piece in ("RL 1/1", "reward", "success", "tokens/s (", "unique)", "rollout", "update", "eta"):
         assert piece in step
     end = console.file.getvalue().removeprefix(step)
     assert f"{before.sampled.reward:.3f}" in step and f"{after.sampled.reward:.3f}" in end
@@ -71,6 +71,7 @@ def test_monitors_are_called_in_a_run(components, config):
     assert seen == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
     _, _, numbers = monitors.lines[1]
     assert numbers["gpu/util/min"] == 0.5 and numbers["perf/tokens_per_s"] > 0
+    assert numbers["perf/unique_tokens_per_s"] > 0 and numbers["tree/token_ratio"] > 1
     assert "gpu/util/worst" not in numbers and "perf/mfu" not in numbers
     assert metric_lines(components.run_dir)[1]["gpu/util/worst"] == "node-7 GPU 3"
     assert {"train-1", "train-2"} < {step for _, step in monitors.begun}

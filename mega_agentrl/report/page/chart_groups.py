@@ -163,7 +163,22 @@ _SPEED_SPECS = (
     _ChartSpec(
         title="Time of a step by phase", metric_patterns=("time/*",), unit="s", is_stacked=True
     ),
-    _ChartSpec(title="Throughput", metric_patterns=("perf/tokens_per_s",), unit="tokens/s"),
+    _ChartSpec(
+        title="Throughput",
+        metric_patterns=("perf/tokens_per_s", "perf/unique_tokens_per_s"),
+        unit="tokens/s",
+        note="response tokens; unique: those that trajectories share counted once",
+    ),
+    _ChartSpec(
+        title="Token ratio of the trees",
+        metric_patterns=("tree/token_ratio",),
+        note="tokens of all trajectories, prompts included, over those of their trees",
+    ),
+    _ChartSpec(
+        title="Balance of the data ranks",
+        metric_patterns=("actor/load_imbalance",),
+        note="cost of the costliest rank in the update over the mean",
+    ),
     _ChartSpec(title="MFU", metric_patterns=("perf/mfu*",), unit="share"),
     _ChartSpec(
         title="GPU use", metric_patterns=("gpu/util/*",), unit="share", note="over all GPUs"

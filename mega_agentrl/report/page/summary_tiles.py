@@ -100,8 +100,13 @@ def _throughput_tile(log: MetricLog) -> SummaryTile | None:
         line.values.get("perf/tokens_per_s", 0.0) * line.duration_s
         for line in log.lines_of_stage(RL_STAGE)
     )
-    detail = f"median; {_format_3_digits(tokens)} in all" if math.isfinite(tokens) else "median"
-    return SummaryTile(name="tokens/s", value=_format_3_digits(median(speeds)), detail=detail)
+    details = ["median"]
+    if unique := _finite_values(log, "perf/unique_tokens_per_s"):
+        details.append(f"{_format_3_digits(median(unique))} with shared tokens once")
+    if math.isfinite(tokens):
+        details.append(f"{_format_3_digits(tokens)} in all")
+    value = _format_3_digits(median(speeds))
+    return SummaryTile(name="tokens/s", value=value, detail="; ".join(details))
 
 
 def _entropy_tile(log: MetricLog) -> SummaryTile | None:

@@ -77,6 +77,13 @@ def test_each_part_of_the_reward_has_a_scale_of_its_own():
             {"actor/clipfrac": 0.0, "actor/clipfrac_lower": 0.0},
             ["clipfrac", "clipfrac_lower"],
         ),
+        (
+            "Throughput",
+            {"perf/tokens_per_s": 52.0, "perf/unique_tokens_per_s": 36.0},
+            ["tokens_per_s", "unique_tokens_per_s"],
+        ),
+        ("Token ratio of the trees", {"tree/token_ratio": 1.8}, ["token_ratio"]),
+        ("Balance of the data ranks", {"actor/load_imbalance": 1.1}, ["load_imbalance"]),
         ("Outcomes: python", {"rollout/tool/python/num_ok": 3.0}, ["ok"]),
         ("Seconds of a call: python", {"rollout/tool/python/latency_p99_s": 3.0}, ["p99"]),
         (

@@ -47,6 +47,7 @@ def test_only_an_evaluation():
 def test_speed_entropy_forks_and_mismatch():
     values = {
         "perf/tokens_per_s": 100.0,
+        "perf/unique_tokens_per_s": 40.0,
         "time/rollout_s": 3.0,
         "rollout/entropy": 0.5,
         "rollout/forks_per_prompt": 1.5,
@@ -55,7 +56,7 @@ def test_speed_entropy_forks_and_mismatch():
         "mismatch/logp_max_abs": 1e-5,
     }
     found = tiles_of(rl(1, **values), rl(2, **values | {"mismatch/logp_max_abs": float("inf")}))
-    assert found["tokens/s"].detail == "median; 600 in all"
+    assert found["tokens/s"].detail == "median; 40 with shared tokens once; 600 in all"
     assert found["forks per tree"].detail == "25.0% of the tokens shared"
     assert found["engine against trainer"].detail == "nats; largest 1e-5"
     assert (found["policy entropy"].before, found["policy entropy"].value) == ("0.5", "0.5")
