@@ -161,7 +161,9 @@ def peak_saved_bytes_of_tree(rank_info, folder, layout, dtype, tree):
 
         def __init__(self, pack, unpack):
             super().__init__(
-                lambda tensor: counter.pack(found) if torch.is_tensor(found := pack(tensor)) else found,
+                lambda tensor: (
+                    counter.pack(found) if torch.is_tensor(found := pack(tensor)) else found
+                ),
                 lambda saved: unpack(getattr(saved, "tensor", saved)),
             )
 

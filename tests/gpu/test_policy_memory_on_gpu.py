@@ -58,6 +58,7 @@ def peak_allocated(rank_info, config, shape):
 def test_predicted_and_measured_are_within_fifteen_percent(rank_pool, num_layers):
     shape = dataclasses.replace(released("qwen3-4b"), num_layers=num_layers)
     config = configured(prompt=1, response=ROW - 1, tokens=TOKENS)
+    config.data.prompts_per_step, config.rollout.group_size = 2 * TOKENS // ROW, 1
     # CUDA's context and libraries are not in the allocator.
     device = DeviceSpec(policy_runtime_bytes=0)
     (memory,) = estimate_policy_memory(config, shape, device, micro_batch_tokens=TOKENS)

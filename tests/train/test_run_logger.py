@@ -32,7 +32,7 @@ def test_the_screen_shows_steps_and_the_end_before_and_after_side_by_side(compon
         step = console.file.getvalue()
         after = logger.log_validation("after", evaluate_validation_set(components, config))
         logger.finish(before, after)
-    for piece in ("RL 1/1", "reward", "success", "tokens/s (", "unique)", "rollout", "update", "eta"):
+    for piece in ("RL 1/1", "reward", "success", "tokens/s (", "rollout", "update", "eta"):
         assert piece in step
     end = console.file.getvalue().removeprefix(step)
     assert f"{before.sampled.reward:.3f}" in step and f"{after.sampled.reward:.3f}" in end
