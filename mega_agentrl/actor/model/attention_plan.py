@@ -7,17 +7,20 @@ branch on one rank, with its keys in the order of the path, ending with the segm
 query q of a segment attends to its keys 0 .. num_keys - num_queries + q. Where rows share nothing
 every branch is a row, and has one segment, or two with context parallelism.
 
-Two plans compute the same attention:
+Three plans compute the same attention:
 
-    padded  segments of similar size stacked into rectangular blocks, for batched kernels
-    varlen  segments end to end with cumulative lengths, for variable-length kernels
+    padded        segments of similar size stacked into rectangular blocks, for batched kernels
+    varlen        segments end to end with cumulative lengths, for variable-length kernels
+    block-sparse  no segments, but the blocks of the whole mask that are not empty, for the kernels
+                  of `tree_attention`
 
-Both gather keys by index, because a key belongs to the segments of all branches below it, and under
-context parallelism the keys come from all ranks. A plan is built once per micro-batch and used by
-every layer.
+The first two gather keys by index, because a key belongs to the segments of all branches below it,
+and under context parallelism the keys come from all ranks. The third one reads keys where they are:
+in depth-first order the tokens that attend to a key are consecutive. A plan is built once per
+micro-batch and used by every layer.
 
 Shape suffixes: S queries of this rank, W packed tokens of all context ranks, P query slots and K
-key slots of a plan, N segments, G trees.
+key slots of a plan, N segments, G trees, L listed blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +30,23 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional
 
-from mega_agentrl.actor.parallel.context_parallel import gathered_token_indices, rank_token_spans
+from mega_agentrl.actor.parallel.context_parallel import (
+    gathered_token_indices,
+    rank_token_indices,
+    rank_token_spans,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # Number of attention scores that take about as long as one kernel launch.
 _KERNEL_LAUNCH_COST_SCORES = 4096
+PROGRAM_TOKENS = 128
+"""Queries or keys that one program of the kernels of `tree_attention` owns."""
+STEP_TOKENS = 64
+"""Tokens of the other side that it processes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +114,38 @@ class VarlenAttentionPlan:
     max_seqlen_k: int
     key_index_K: torch.Tensor | None
     """`[K]` gathered key of each key slot; None if they are in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLists:
+    """For each block of `PROGRAM_TOKENS`, the blocks of `STEP_TOKENS` of the other side to compute.
+
+    Of block n these are `block_L[bounds[2 * n] : bounds[2 * n + 1]]`, in which some scores are
+    masked, and `block_L[bounds[2 * n + 1] : bounds[2 * n + 2]]`, in which none is.
+    """
+
+    bounds: torch.Tensor
+    """`[2 * blocks + 1]` int32 places in `block_L`."""
+    block_L: torch.Tensor
+    """`[L]` int32 blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSparseAttentionPlan:
+    """Attention by packed indices: token i attends to token j if and only if j <= i < end_j."""
+
+    num_queries: int
+    num_keys: int
+    token_S: torch.Tensor
+    """`[S]` int32 packed index of each query, ascending, padded with -1 to whole blocks."""
+    end_W: torch.Tensor
+    """`[W]` int32 result of `subtree_ends`, padded with 0 to whole blocks."""
+    keys_of_queries: BlockLists
+    """Key blocks for each block of queries."""
+    queries_of_keys: BlockLists
+    """Query blocks for each block of keys."""
+    key_index_W: torch.Tensor | None
+    """`[W]` gathered key of each packed token; None if they are in order."""
 
 
 def split_into_segments(
@@ -179,6 +223,65 @@ def make_varlen_plan(
         max_seqlen_q=max(part.num_queries for part in segments),
         max_seqlen_k=max(part.num_keys for part in segments),
         key_index_K=key_K,
+    )
+
+
+def make_block_sparse_plan(
+    start_G: Sequence[int],
+    branches: Sequence[Branch],
+    rank: int,
+    size: int,
+    device: torch.device,
+) -> BlockSparseAttentionPlan:
+    """Build the block-sparse plan of a context-parallel rank."""
+    token_S, end_W = rank_token_indices(start_G, rank, size), subtree_ends(branches)
+    num_queries, num_keys = len(token_S), len(end_W)
+    token_S = functional.pad(token_S, (0, -num_queries % PROGRAM_TOKENS), value=-1)
+    end_W = functional.pad(end_W, (0, -num_keys % PROGRAM_TOKENS), value=0)
+    keys_of_queries = _visible_blocks(token_S, end_W, PROGRAM_TOKENS, STEP_TOKENS)
+    queries_of_keys = _visible_blocks(token_S, end_W, STEP_TOKENS, PROGRAM_TOKENS)
+    return BlockSparseAttentionPlan(
+        num_queries=num_queries,
+        num_keys=num_keys,
+        token_S=token_S.to(device, torch.int32),
+        end_W=end_W.to(device, torch.int32),
+        keys_of_queries=_list_blocks(*keys_of_queries, device),
+        queries_of_keys=_list_blocks(*(blocks.T for blocks in queries_of_keys), device),
+        key_index_W=gathered_token_indices(start_G, size).to(device) if size > 1 else None,
+    )
+
+
+def subtree_ends(branches: Sequence[Branch]) -> torch.Tensor:
+    """Return for each packed token one past the last token with it on its path, `[W]` int64.
+
+    Depth-first order means that the tokens with a given token on their paths are consecutive.
+    """
+    end_W = torch.empty(branches[-1].stop, dtype=torch.int64)
+    for branch in branches:
+        for start, stop in (*branch.path, (branch.start, branch.stop)):
+            end_W[start:stop] = branch.stop
+    return end_W
+
+
+def _visible_blocks(
+    token_S: torch.Tensor, end_W: torch.Tensor, query_block: int, key_block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[query blocks, key blocks]` bool: some of the scores are visible, and all are."""
+    query_NQ, end_NK = token_S.view(-1, query_block), end_W.view(-1, key_block)
+    first_key = torch.arange(0, len(end_W), key_block)
+    # Padding has the lowest index, -1: a padded block is never visible as a whole.
+    first_query, lowest, last_query = query_NQ[:, :1], *query_NQ.aminmax(dim=1, keepdim=True)
+    lowest_end, highest_end = end_NK.aminmax(dim=1)
+    some = (first_key <= last_query) & (first_query < highest_end)
+    return some, (first_key + key_block <= lowest + 1) & (last_query < lowest_end)
+
+
+def _list_blocks(some: torch.Tensor, all_: torch.Tensor, device: torch.device) -> BlockLists:
+    """List the blocks of each row of two matrices, those that are masked in part first."""
+    listed = torch.stack([some & ~all_, all_], dim=1)
+    return BlockLists(
+        bounds=cumulative_lengths(listed.sum(dim=-1).flatten().tolist(), device),
+        block_L=listed.nonzero()[:, 2].to(device, torch.int32),
     )
 
 

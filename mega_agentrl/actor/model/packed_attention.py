@@ -31,10 +31,12 @@ from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from mega_agentrl.actor.model.attention_plan import (
+    BlockSparseAttentionPlan,
     Branch,
     PaddedAttentionPlan,
     VarlenAttentionPlan,
     cumulative_lengths,
+    make_block_sparse_plan,
     make_padded_plan,
     make_varlen_plan,
 )
@@ -111,6 +113,17 @@ class PackedTreeParams(PackedSeqParams):
     def varlen_plan(self) -> VarlenAttentionPlan:
         """The varlen plan, built on first use on the device of the positions."""
         return make_varlen_plan(
+            self.start_G,
+            self.branches,
+            self.context_rank,
+            self.context_size,
+            self.position_S.device,
+        )
+
+    @cached_property
+    def block_sparse_plan(self) -> BlockSparseAttentionPlan:
+        """The block-sparse plan, built on first use on the device of the positions."""
+        return make_block_sparse_plan(
             self.start_G,
             self.branches,
             self.context_rank,

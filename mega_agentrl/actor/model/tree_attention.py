@@ -1,0 +1,188 @@
+"""Attention over packed trees with Triton kernels that gather no keys, for GPUs.
+
+The tokens of a tree are in depth-first order, so that those that attend to a token are consecutive:
+token i attends to token j if and only if j <= i < end_j (`attention_plan.subtree_ends`). The
+kernels (`tree_attention_kernels`) read keys and values where they are and loop over the blocks that
+`BlockSparseAttentionPlan` lists. They load no block that is masked as a whole, and compare indices
+only in blocks that are masked in part.
+
+The algorithm is FlashAttention-2 (arXiv:2307.08691). The forward pass keeps the output and one
+number per query and head, the logarithm of the softmax's sum. In the backward pass one kernel
+computes the gradient of the queries; another one, for each block of keys, those of keys and values
+over all query heads that share them. Nothing is added up atomically, so that equal inputs give
+equal bits. Exponentials and logarithms are to base 2, with the factor of the scores folded in.
+
+On a CPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1 before this module is
+imported), for tests without a GPU.
+
+Shape suffixes: S queries of this rank, W packed tokens of all context ranks, H and Hkv heads, D
+head size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from mega_agentrl.actor.model.attention_plan import PROGRAM_TOKENS, STEP_TOKENS
+from mega_agentrl.actor.model.tree_attention_kernels import (
+    forward_kernel,
+    key_value_gradient_kernel,
+    query_gradient_kernel,
+)
+
+if TYPE_CHECKING:
+    from mega_agentrl.actor.model.attention_plan import BlockLists, BlockSparseAttentionPlan
+    from mega_agentrl.actor.model.packed_attention import PackedTreeParams
+
+
+NUM_WARPS = 8
+# The third stage holds the next block, or its number, while the two others are loaded and computed.
+HOPPER_STAGES = 3
+# For GPUs with less shared memory than Hopper and A100.
+SMALL_SMEM_STAGES = 2
+
+
+def tree_attention(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    trees: PackedTreeParams,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Compute causal attention along the paths of each tree.
+
+    Args:
+        query_SHD: `[S, H, D]`, D 64 or 128.
+        key_WHD: `[W, Hkv, D]` of the same dtype, of all context ranks as gathered.
+        value_WHD: `[W, Hkv, D]`, likewise.
+        trees: The trees of the micro-batch.
+        scale: Factor of the scores, 1 / sqrt(D) by default.
+
+    Returns:
+        `[S, H, D]`.
+
+    Raises:
+        ValueError: If the shapes do not fit the trees or each other.
+    """
+    plan = trees.block_sparse_plan
+    _check_shapes(query_SHD, key_WHD, value_WHD, plan)
+    if plan.key_index_W is not None:
+        key_WHD = key_WHD.index_select(0, plan.key_index_W)
+        value_WHD = value_WHD.index_select(0, plan.key_index_W)
+    scale = query_SHD.size(-1) ** -0.5 if scale is None else scale
+    return _TreeAttention.apply(query_SHD, key_WHD, value_WHD, plan, scale)
+
+
+class _TreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_SHD: torch.Tensor,
+        key_WHD: torch.Tensor,
+        value_WHD: torch.Tensor,
+        plan: BlockSparseAttentionPlan,
+        scale: float,
+    ) -> torch.Tensor:
+        inputs = [
+            part if part.stride(-1) == 1 else part.contiguous()
+            for part in (query_SHD, key_WHD, value_WHD)
+        ]
+        num_queries, heads, width = query_SHD.shape
+        out_SHD = query_SHD.new_empty(num_queries, heads, width)
+        lse_HS = query_SHD.new_empty(heads, num_queries, dtype=torch.float32)
+        with torch.cuda.device_of(query_SHD):
+            forward_kernel[(triton.cdiv(num_queries, PROGRAM_TOKENS), heads)](
+                *inputs,
+                out_SHD,
+                lse_HS,
+                *_shared_arguments(plan, plan.keys_of_queries, inputs, scale),
+                **_constants(inputs),
+            )
+        ctx.save_for_backward(*inputs, out_SHD, lse_HS)
+        ctx.plan, ctx.scale = plan, scale
+        return out_SHD
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out_SHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *inputs, out_SHD, lse_HS = ctx.saved_tensors
+        plan, scale = ctx.plan, ctx.scale
+        num_keys, kv_heads, _ = inputs[1].shape
+        grad_out_SHD, delta_HS = grad_out_SHD.contiguous(), torch.empty_like(lse_HS)
+        # Contiguous, whatever the strides of the inputs are.
+        grad_inputs = [part.new_empty(part.shape) for part in inputs]
+        constants = _constants(inputs)
+        with torch.cuda.device_of(out_SHD):
+            # Writes `delta_HS`, which the other kernel reads.
+            query_gradient_kernel[(triton.cdiv(len(out_SHD), PROGRAM_TOKENS), out_SHD.size(1))](
+                *inputs,
+                out_SHD,
+                grad_out_SHD,
+                lse_HS,
+                delta_HS,
+                grad_inputs[0],
+                *_shared_arguments(plan, plan.keys_of_queries, inputs, scale),
+                **constants,
+            )
+            key_value_gradient_kernel[(triton.cdiv(num_keys, PROGRAM_TOKENS), kv_heads)](
+                *inputs,
+                grad_out_SHD,
+                lse_HS,
+                delta_HS,
+                *grad_inputs[1:],
+                *_shared_arguments(plan, plan.queries_of_keys, inputs, scale),
+                **constants,
+            )
+        return *grad_inputs, None, None
+
+
+def _check_shapes(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    plan: BlockSparseAttentionPlan,
+) -> None:
+    (num_queries, heads, width), (num_keys, kv_heads, _) = query_SHD.shape, key_WHD.shape
+    fits = key_WHD.shape == value_WHD.shape == (num_keys, kv_heads, width)
+    if not fits or heads % kv_heads or (num_queries, num_keys) != (plan.num_queries, plan.num_keys):
+        raise ValueError(
+            f"tree_attention: query {tuple(query_SHD.shape)}, key {tuple(key_WHD.shape)} and value "
+            f"{tuple(value_WHD.shape)}; expected [{plan.num_queries}, H, D] and "
+            f"[{plan.num_keys}, Hkv, D] with H a multiple of Hkv; probable cause: the trees of "
+            "another micro-batch"
+        )
+
+
+def _shared_arguments(
+    plan: BlockSparseAttentionPlan, lists: BlockLists, inputs: list[torch.Tensor], scale: float
+) -> tuple[Any, ...]:
+    """Return the arguments that all kernels take between their tensors and the constants."""
+    strides = [stride for part in inputs for stride in part.stride()[:2]]
+    return (
+        *(plan.token_S, plan.end_W, lists.bounds, lists.block_L),
+        *(plan.num_queries, plan.num_keys, *strides),
+        *(scale, scale * math.log2(math.e)),
+    )
+
+
+def _constants(inputs: list[torch.Tensor]) -> dict[str, Any]:
+    query_SHD, key_WHD, _ = inputs
+    has_room = True
+    if query_SHD.is_cuda:
+        properties = torch.cuda.get_device_properties(query_SHD.device)
+        has_room = properties.shared_memory_per_block_optin >= 160 << 10
+    return {
+        "HEADS": query_SHD.size(1),
+        "KV_HEADS": key_WHD.size(1),
+        "WIDTH": query_SHD.size(2),
+        "OWN": PROGRAM_TOKENS,
+        "STEP": STEP_TOKENS,
+        # The interpreter's product misreads bfloat16 as integers; float32 gives the same result.
+        "WIDEN": not query_SHD.is_cuda,
+        "num_warps": NUM_WARPS,
+        "num_stages": HOPPER_STAGES if has_room else SMALL_SMEM_STAGES,
+    }
