@@ -13,6 +13,7 @@ from mega_agentrl.actor.model.grouped_experts import GroupedExperts, supports_gr
 from mega_agentrl.actor.model.layer_spec import RMSNorm, rms_norm
 from mega_agentrl.actor.model.packed_attention import PackedAttention, supports_varlen_attention
 from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, default_kernel
+from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 
 if TYPE_CHECKING:
@@ -54,11 +55,15 @@ def _has_module(modules: list[torch.nn.Module], kind: type) -> bool:
 
 
 def _attention_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
-    if not _has_module(modules, PackedAttention):
-        return _TRANSFORMER_ENGINE
     target, head_dim = device.current_device(), model.shape.head_dim
-    is_varlen = supports_varlen_attention(target, model.dtype, head_dim)
-    return "torch varlen" if is_varlen else "torch padded blocks"
+    if not _has_module(modules, PackedAttention):
+        kernel = _TRANSFORMER_ENGINE
+    elif supports_varlen_attention(target, model.dtype, head_dim):
+        kernel = "torch varlen"
+    else:
+        kernel = "torch padded blocks"
+    choices = {getattr(module, "tree_attention", None) for module in modules}
+    return f"{kernel} (Triton for forks)" if TreeAttention.triton in choices else kernel
 
 
 def _optimizer_kernel(model: MegatronModel) -> str:

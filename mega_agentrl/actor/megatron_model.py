@@ -116,7 +116,13 @@ class MegatronModel:
             timeout_s=rank_info.timeout_s,
         )
         self.dtype = device.resolve_train_dtype(config.model.dtype)
-        chunks = build_model_chunks(shape, self.groups, config.parallel, self.dtype)
+        chunks = build_model_chunks(
+            shape,
+            self.groups,
+            config.parallel,
+            self.dtype,
+            tree_attention=config.model.tree_attention,
+        )
         check_parameter_shapes(chunks, self.shard_layouts)
         self.parameters = {
             f"{coordinates.model_parallel_rank.param_prefix(number)}{name}": parameter

@@ -219,6 +219,16 @@ class Recompute(StrEnum):
     """Keep only the input of each layer; every layer runs its forward pass twice."""
 
 
+class TreeAttention(StrEnum):
+    """Kernel of the attention over packed trees that have forks."""
+
+    gather = "gather"
+    """Torch's attention over keys that are gathered along each path."""
+    triton = "triton"
+    """A Triton kernel that gathers no keys, for GPUs, 16-bit weights and heads of 64 or 128. It
+    has not been timed on a GPU yet."""
+
+
 class LrSchedule(StrEnum):
     """Learning-rate schedule after the warm-up."""
 

@@ -24,10 +24,10 @@ from torch.nn import functional
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
-from mega_agentrl.actor.model.packed_attention import PackedTreeParams
+from mega_agentrl.actor.model.packed_attention import PackedTreeParams, check_tree_attention
 from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
-from mega_agentrl.config.enums import Recompute
+from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
     is_expert_param,
@@ -96,11 +96,17 @@ class GPTModelChunk(GPTModel):
 
 
 def build_transformer_config(
-    shape: ModelShape, groups: ParallelGroups, parallel: ParallelConfig, dtype: torch.dtype
+    shape: ModelShape,
+    groups: ParallelGroups,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    tree_attention: TreeAttention = TreeAttention.gather,
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model on this rank.
 
     Raises:
+        ConfigError: If the model cannot be computed with the chosen attention on this device.
         ValueError: If a MoE has one expert per token with renormalised weights: its weight
             would always be 1.
     """
@@ -138,6 +144,9 @@ def build_transformer_config(
         calculate_per_token_loss=True,
     )
     set_attention_factor(config, shape.rope)
+    check_tree_attention(tree_attention, device.current_device(), dtype, shape.head_dim)
+    # Not a field of Megatron's; read by the core attention, which gets nothing but the config.
+    config.tree_attention = tree_attention
     return config
 
 
@@ -210,13 +219,18 @@ def _moe_options(moe: MoeShape | None) -> dict[str, Any]:
 
 
 def build_model_chunks(
-    shape: ModelShape, groups: ParallelGroups, parallel: ParallelConfig, dtype: torch.dtype
+    shape: ModelShape,
+    groups: ParallelGroups,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    *,
+    tree_attention: TreeAttention = TreeAttention.gather,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
 
     The head is `shape.head`, which may differ from that of the checkpoint.
     """
-    config = build_transformer_config(shape, groups, parallel, dtype)
+    config = build_transformer_config(shape, groups, parallel, dtype, tree_attention=tree_attention)
     return [
         _build_model_chunk(shape, groups, config, chunk)
         for chunk in range(groups.coordinates.model_parallel_rank.virtual_size)

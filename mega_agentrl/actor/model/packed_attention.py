@@ -8,6 +8,9 @@ knows the trees (`attention_plan`):
                  key and value heads repeated
     otherwise    torch's scaled-dot-product attention over blocks of branches of similar length
 
+With `model.tree_attention=triton`, micro-batches whose trees have forks are computed by
+`tree_attention` instead, which gathers no keys along paths.
+
 With context parallelism the keys and values of all context ranks are gathered first. Keys and
 values that are gathered along the paths of a tree, of which there are as many as in flat rows, are
 not kept for the backward pass but gathered again.
@@ -21,6 +24,7 @@ import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +45,8 @@ from mega_agentrl.actor.model.attention_plan import (
     make_varlen_plan,
 )
 from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
+from mega_agentrl.config.enums import TreeAttention
+from mega_agentrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -50,6 +56,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mega_agentrl.actor.training.packing import MicroBatch
+
+TRITON_HEAD_DIMS = (64, 128)
+"""Head sizes that the kernels of `tree_attention` are tested with."""
 
 
 @dataclass
@@ -147,6 +156,7 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.tree_attention: TreeAttention = config.tree_attention
         self.context_group = pg_collection.cp if pg_collection is not None else None
 
     def forward(
@@ -168,6 +178,7 @@ class PackedAttention(MegatronModule):
             packed_seq_params,
             self.softmax_scale,
             context_group=self.context_group,
+            tree_attention=self.tree_attention,
         )
 
 
@@ -179,6 +190,7 @@ def packed_attention(
     scale: float | None = None,
     *,
     context_group: dist.ProcessGroup | None = None,
+    tree_attention: TreeAttention = TreeAttention.gather,
 ) -> torch.Tensor:
     """Compute causal attention along the paths of each tree.
 
@@ -189,6 +201,7 @@ def packed_attention(
         trees: The trees of the micro-batch.
         scale: Factor of the scores, 1 / sqrt(D) by default.
         context_group: The context-parallel group; required if `trees.context_size` is above 1.
+        tree_attention: Kernel for trees with forks.
 
     Returns:
         `[S, 1, H * D]`.
@@ -198,8 +211,12 @@ def packed_attention(
         assert context_group is not None, "trees are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
         key_WHD, value_WHD = key_value.chunk(2, dim=1)
-    is_varlen = supports_varlen_attention(query.device, query.dtype, query.size(-1))
-    compute = _varlen_attention if is_varlen else _padded_attention
+    if tree_attention is TreeAttention.triton and trees.has_forks:
+        compute = _triton_attention
+    elif supports_varlen_attention(query.device, query.dtype, query.size(-1)):
+        compute = _varlen_attention
+    else:
+        compute = _padded_attention
     return compute(query_SHD, key_WHD, value_WHD, trees, scale).reshape(query.size(0), 1, -1)
 
 
@@ -213,6 +230,43 @@ def supports_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim
         and torch.backends.cuda.is_flash_attention_available()
         and torch.cuda.get_device_capability(device) >= (8, 0)
     )
+
+
+def check_tree_attention(
+    choice: TreeAttention, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Raise a `ConfigError` unless a model can be computed with the kernel of this choice."""
+    if choice is TreeAttention.gather:
+        return
+    expected = cause = ""
+    if head_dim not in TRITON_HEAD_DIMS:
+        sizes = " or ".join(map(str, TRITON_HEAD_DIMS))
+        expected = f"gather for a model with heads of {head_dim}, triton for heads of {sizes}"
+        cause = "a setting chosen for another model"
+    elif dtype not in (torch.bfloat16, torch.float16):
+        expected = f"gather in {dtype}, triton with model.dtype=bfloat16"
+        cause = "a comparison in float32 with the settings of a training run"
+    elif device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        expected = "gather on this machine, triton on GPUs of compute capability 8.0 or higher"
+        cause = "the settings of another machine, or torch does not see the GPU"
+    elif find_spec("triton") is None:
+        expected = "gather without the package triton"
+        cause = "an environment that was made for CPUs (`make env DEVICE=gpu`)"
+    if expected:
+        raise ConfigError("model.tree_attention", str(choice), expected, cause)
+
+
+def _triton_attention(
+    query_SHD: torch.Tensor,
+    key_WHD: torch.Tensor,
+    value_WHD: torch.Tensor,
+    trees: PackedTreeParams,
+    scale: float | None,
+) -> torch.Tensor:
+    # Imported here because triton is not installed on machines without a GPU.
+    from mega_agentrl.actor.model.tree_attention import tree_attention
+
+    return tree_attention(query_SHD, key_WHD, value_WHD, trees, scale)
 
 
 def _varlen_attention(

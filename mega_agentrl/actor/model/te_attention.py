@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from mega_agentrl.actor.model.packed_attention import PackedTreeParams
+    from mega_agentrl.config.enums import TreeAttention
 
 
 class PackedTEAttention(TEDotProductAttention):
@@ -30,6 +31,7 @@ class PackedTEAttention(TEDotProductAttention):
         super().__init__(*args, **kwargs)
         self._scale = kwargs.get("softmax_scale")
         self._context_group = kwargs["pg_collection"].cp
+        self.tree_attention: TreeAttention = self.config.tree_attention
 
     def forward(
         self,
@@ -51,6 +53,7 @@ class PackedTEAttention(TEDotProductAttention):
                 packed_seq_params,
                 self._scale,
                 context_group=self._context_group,
+                tree_attention=self.tree_attention,
             )
         out = super().forward(
             query.squeeze(1),

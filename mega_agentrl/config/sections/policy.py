@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute
+from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute, TreeAttention
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TOKENS, Length, Range, Section
 
@@ -22,6 +22,9 @@ class ModelConfig(Section, key="model"):
     dtype: Dtype = Dtype.auto
     """Dtype of the weights in the forward pass, of the policy and of the engines. bfloat16 weights
     have float32 master copies in the optimizer; gradients and logits are always float32."""
+    tree_attention: TreeAttention = TreeAttention.gather
+    """Kernel of the attention in micro-batches whose trees have forks (`batch.trees`); also of the
+    critic and a reward model."""
 
 
 @dataclass

@@ -52,6 +52,7 @@ MUTABLE_KEYS = (
     "engine.",
     "evaluate.every_steps",
     "batch.trees",
+    "model.tree_attention",
     "optim.micro_batch_tokens",
     "parallel.",
     "report.",
