@@ -86,7 +86,16 @@ class SegmentBlock:
     num_queries: int
     num_keys: int
     mask: torch.Tensor | None
-    """`[num_segments, 1, num_queries, num_keys]` bool; None for the square lower triangle."""
+    """`[num_segments, 1, num_queries, num_keys]` bool, expanded if it is the same for all segments;
+    None for the square lower triangle."""
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the mask as a summand of the scores: 0, or -inf where it is False."""
+        if self.mask is None:
+            return None
+        distinct = self.mask if self.mask.stride(0) else self.mask[:1]
+        bias = torch.zeros(distinct.shape, dtype=dtype, device=distinct.device)
+        return bias.masked_fill_(~distinct, -torch.inf).expand(self.mask.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,8 +340,10 @@ def _make_block(group: Sequence[AttentionSegment], device: torch.device) -> Segm
     ahead_N = torch.tensor([part.num_keys - part.num_queries for part in group])
     mask = None
     if ahead_N.any():
-        last = ahead_N[:, None] + torch.arange(num_queries)
+        distinct_N = ahead_N if ahead_N.unique().numel() > 1 else ahead_N[:1]
+        last = distinct_N[:, None] + torch.arange(num_queries)
         mask = (torch.arange(num_keys) <= last[:, :, None])[:, None].to(device)
+        mask = mask.expand(len(group), -1, -1, -1)
     return SegmentBlock(
         num_segments=len(group), num_queries=num_queries, num_keys=num_keys, mask=mask
     )

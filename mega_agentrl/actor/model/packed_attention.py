@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from itertools import pairwise
@@ -79,6 +79,9 @@ class PackedTreeParams(PackedSeqParams):
     """All branches in order."""
     context_rank: int = 0
     context_size: int = 1
+    _biases_by_dtype: dict[torch.dtype, list[torch.Tensor | None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @classmethod
     def from_micro_batch(cls, micro: MicroBatch) -> PackedTreeParams:
@@ -117,6 +120,16 @@ class PackedTreeParams(PackedSeqParams):
             self.context_size,
             self.position_S.device,
         )
+
+    def padded_biases(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Return the mask of each block of the padded plan as a bias, built on first use.
+
+        Given a boolean mask, torch would make a bias of it in every layer and keep it for the
+        backward pass.
+        """
+        if dtype not in self._biases_by_dtype:
+            self._biases_by_dtype[dtype] = [block.bias(dtype) for block in self.padded_plan.blocks]
+        return self._biases_by_dtype[dtype]
 
     @cached_property
     def varlen_plan(self) -> VarlenAttentionPlan:
@@ -317,19 +330,20 @@ def _padded_attention(
     key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
     parts = zip(
         plan.blocks,
+        trees.padded_biases(query_SHD.dtype),
         query_SHD.index_select(0, plan.query_index_P).split(query_sizes),
         plan.key_index_K.split(key_sizes),
         strict=True,
     )
     outputs = []
-    for block, query, key_index in parts:
+    for block, bias, query, key_index in parts:
         with _gather_again_in_backward(trees.has_forks) as gather:
             key, value = (gather(part, key_index, num_heads) for part in (key_WHD, value_WHD))
             batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
             out = functional.scaled_dot_product_attention(
                 *(part.transpose(1, 2) for part in batch),
-                attn_mask=block.mask,
-                is_causal=block.mask is None,
+                attn_mask=bias,
+                is_causal=bias is None,
                 scale=scale,
                 enable_gqa=query.size(1) != key.size(1),
             )
