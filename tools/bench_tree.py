@@ -1,7 +1,7 @@
 """Benchmarks the policy on rollout trees packed into one batch, one JSON line per case.
 
-    python tools/bench_tree.py [--cases PATTERN ...] [--repeats N] [--layers N] [--hidden N]
-        [--heads N] [--kv-heads N] [--intermediate N] [--vocab N]
+    python tools/bench_tree.py [--cases PATTERN ...] [--repeats N] [--cpu-time] [--layers N]
+        [--hidden N] [--heads N] [--kv-heads N] [--intermediate N] [--vocab N]
 
 A case is ``update`` (s; packing, forward and backward pass, optimizer step), ``logp`` (s; packing
 and forward pass, all response tokens) or ``memory`` (MiB, the peak of an update) / a batch of trees
@@ -15,7 +15,7 @@ and forward pass, all response tokens) or ``memory`` (MiB, the peak of an update
 Batches:
 
     group      a group of 16 on a prompt of 2,048 tokens, with answers of 512
-    arpo       trees as the smoke run makes them: 32 prompts of 20 to 32 tokens, 8 trajectories each
+    arpo       trees as the smoke run makes them: 16 prompts of 20 to 32 tokens, 8 trajectories each
                from 4 roots, which fork after a tool result with probability 1/2
     chain20    an agent's trajectory of 30 turns on a prompt of 512 tokens (64 sampled tokens and a
                result of 64 each) and 19 siblings that leave it after one of its turns, take one
@@ -31,12 +31,13 @@ ratio = baseline / ours. Lines of times also have
                              output layer do not shrink like the tokens
 
 The model is a random Qwen3 in float32, on a GPU in bfloat16. By default it has two narrow layers,
-so that a run takes about 5 minutes on two cores, but the proportions of Qwen3-4B: the output layer
-is a tenth of the layers' weights (hence the small vocabulary), and as many attention scores as the
-linear layers of a token cost (9,000; Qwen3-4B 13,650) are several times a row's length. Sides
-alternate in one process, which takes the median of `--repeats`, at a learning rate of 0; losses,
-gradient norms and log-probs must agree. Memory is measured in a process for each side, beyond what
-was resident after a small update; on a GPU it is the allocator's peak.
+so that a run takes about 5 minutes on two cores, with the proportions of Qwen3-4B: the output layer
+has a tenth of the layers' weights, hence the small vocabulary, and 11,300 attention scores cost as
+much as the rest of the model for a token (Qwen3-4B: 13,600). Sides alternate in one process, which
+takes the median of `--repeats`, at a learning rate of 0; losses, gradient norms and log-probs must
+agree. With `--cpu-time` a time is the CPU seconds of one thread, for a machine with other work.
+Memory is measured in a process for each side, beyond what was resident after a small update; on a
+GPU it is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,7 +142,7 @@ def arpo_trees() -> list[TreeShape]:
     """Return the trees of a step of the smoke run, as ARPO's rule grows them."""
     generator = random.Random(0)
     trees = []
-    for _ in range(32):
+    for _ in range(16):
         rows: list[RowShape] = []
         for _ in range(4):
             _grow_trajectory(rows, generator, can_fork=True)
@@ -287,6 +288,8 @@ class Job:
     """`("memory",)`, or kinds whose time is measured."""
     sides: tuple[str, ...]
     repeats: int
+    is_cpu_time: bool
+    """Whether to measure CPU seconds of one thread."""
 
 
 class Bench:
@@ -297,6 +300,7 @@ class Bench:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self.device.type == "cpu":
             PROCESS_MEMORY.start()
+        self.clock = time.process_time if job.is_cpu_time else time.perf_counter
         self.shape = ModelShape.from_folder(job.folder)
         self.batch = make_batch(BATCHES[job.batch](), self.shape.vocab_size)
         dtype = Dtype.bfloat16 if self.device.type == "cuda" else Dtype.float32
@@ -310,7 +314,7 @@ class Bench:
                 master_address="127.0.0.1",
                 master_port=free_port(),
                 timeout_s=300.0,
-                num_threads=torch.get_num_threads(),
+                num_threads=1 if job.is_cpu_time else torch.get_num_threads(),
             ),
         )
         self.policy.load_hf(job.folder)
@@ -361,10 +365,10 @@ class Bench:
         for _ in range(self.job.repeats):
             for side in self.job.sides:
                 self._synchronize()
-                start_s = time.perf_counter()
+                start_s = self.clock()
                 found[side] = self.run(kind, side, self.shards[side])
                 self._synchronize()
-                times[side].append(time.perf_counter() - start_s)
+                times[side].append(self.clock() - start_s)
         tolerance = TOLERANCE[self.policy.megatron_model.dtype]
         for values in found.values():
             torch.testing.assert_close(values, found["ours"], rtol=tolerance, atol=tolerance)
@@ -468,32 +472,33 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def measure_batch(
-    name: str, chosen: Sequence[str], folder: str, repeats: int
+    name: str, chosen: Sequence[str], folder: str, args: argparse.Namespace
 ) -> Iterator[dict[str, object]]:
     """Yield the lines of the chosen cases of a batch."""
     cases = [case.split("/") for case in chosen if case.split("/")[1] == name]
     versus = {side for _, _, side in cases}
     sides = tuple(side for side in SIDES if side == "ours" or side in versus)
-    kinds = tuple(kind for kind in KINDS if any(case[0] == kind for case in cases))
-    times = tuple(kind for kind in kinds if kind != "memory")
-    found: dict[str, Any] = {}
-    if times:
-        job = Job(folder=folder, batch=name, kinds=times, sides=sides, repeats=repeats)
-        found = measure(job)
+    kinds = {kind for kind, _, _ in cases}
+    job = Job(
+        folder=folder,
+        batch=name,
+        kinds=tuple(kind for kind in KINDS if kind in kinds - {"memory"}),
+        sides=sides,
+        repeats=args.repeats,
+        is_cpu_time=args.cpu_time,
+    )
+    found: dict[str, Any] = measure(job) if job.kinds else {}
     if "memory" in kinds:
-        jobs = [
-            Job(folder=folder, batch=name, kinds=("memory",), sides=(side,), repeats=1)
-            for side in sides
-        ]
         peaks: dict[str, float] = {}
-        for job in jobs:
-            peaks |= measure(job)["memory"]["values"]
+        for side in sides:
+            alone = replace(job, kinds=("memory",), sides=(side,))
+            peaks |= measure(alone)["memory"]["values"]
         found["memory"] = {"values": peaks}
     for kind, _, side in cases:
         values = found[kind]["values"]
         unit = "MiB" if kind == "memory" else "s"
         line = bench_line("tree", f"{kind}/{name}/{side}", unit, values["ours"], values[side])
-        yield line | (ratios(line["ratio"], found[kind]["work"], side) if kind in times else {})
+        yield line | (ratios(line["ratio"], found[kind]["work"], side) if kind != "memory" else {})
 
 
 def ratios(ratio: float, work: dict[str, list[float]], side: str) -> dict[str, float]:
@@ -513,11 +518,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     sizes = {
-        "repeats": 3, "layers": 2, "hidden": 512, "heads": 4, "kv-heads": 2, "intermediate": 2048,
-        "vocab": 1536,
+        "repeats": 3, "layers": 2, "hidden": 512, "heads": 2, "kv-heads": 1, "intermediate": 1536,
+        "vocab": 1024,
     }  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.job is not None:
@@ -531,7 +537,7 @@ def main(arguments: list[str] | None = None) -> int:
         write_model(args, folder)
         for name in BATCHES:
             if any(case.split("/")[1] == name for case in chosen):
-                for line in measure_batch(name, chosen, folder, args.repeats):
+                for line in measure_batch(name, chosen, folder, args):
                     print(json.dumps(line), flush=True)
     return 0
 
