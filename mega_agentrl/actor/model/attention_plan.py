@@ -41,8 +41,10 @@ from mega_agentrl.actor.parallel.context_parallel import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Number of attention scores that take about as long as one kernel launch.
-_KERNEL_LAUNCH_COST_SCORES = 4096
+# Number of attention scores that take about as long as one more block, on a CPU.
+_BLOCK_COST_SCORES = 32_768
+# A block has at most one score of padding for so many real ones.
+_SCORES_PER_PADDING = 8
 PROGRAM_TOKENS = 128
 """Queries or keys that one program of the kernels of `tree_attention` owns."""
 STEP_TOKENS = 64
@@ -301,9 +303,9 @@ def cumulative_lengths(count_N: Sequence[int], device: torch.device) -> torch.Te
 
 
 def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSegment]]:
-    """Group segments, largest first, so that padding is at most half of the real scores.
+    """Group segments, largest first, so that padding is at most an eighth of the real scores.
 
-    Padding up to the cost of a kernel launch is allowed, too.
+    Padding up to the cost of one more block is allowed, too.
     """
     groups: list[list[AttentionSegment]] = []
     num_scores = max_queries = 0
@@ -312,7 +314,9 @@ def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSe
         num_scores += part.num_queries * part.num_keys
         if groups:
             num_padded = (len(groups[-1]) + 1) * max_queries * groups[-1][0].num_keys
-            if num_padded - num_scores <= max(num_scores // 2, _KERNEL_LAUNCH_COST_SCORES):
+            if num_padded - num_scores <= max(
+                num_scores // _SCORES_PER_PADDING, _BLOCK_COST_SCORES
+            ):
                 groups[-1].append(part)
                 continue
         groups.append([part])
