@@ -32,7 +32,7 @@ ratio = baseline / ours. Lines of times also have
 
 The model is a random Qwen3 in float32, on a GPU in bfloat16. By default it has two narrow layers,
 so that a run takes about 5 minutes on two cores, with the proportions of Qwen3-4B: the output layer
-has a tenth of the layers' weights, hence the small vocabulary, and 11,300 attention scores cost as
+has a tenth of the layers' weights, hence the small vocabulary, and 11,000 attention scores cost as
 much as the rest of the model for a token (Qwen3-4B: 13,600). Sides alternate in one process, which
 takes the median of `--repeats`, at a learning rate of 0; losses, gradient norms and log-probs must
 agree. With `--cpu-time` a time is the CPU seconds of one thread, for a machine with other work.
