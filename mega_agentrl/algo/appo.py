@@ -1,8 +1,9 @@
 """APPO: credit for the decision points of a tree (arXiv 2606.12384), as released and with values.
 
 The paper scales a token's advantage by how much likelier the policy finds what follows it than the
-policy that sampled it, the "future value". The released code compares the trainer's log-probs with
-the engine's before the update, when both have the same weights: what it calls a value is their
+policy that sampled it, the "future value". The released code has this factor in its loss
+(`policy_loss.future_kl`), and chooses where to branch by comparing the trainer's log-probs with the
+engine's before the update, when both have the same weights: what it calls a value there is their
 numerical mismatch (`mismatch_value`). `dual_group` is the release's estimate from two groups of
 rewards. The estimator `appo` replaces the mismatch by the gain in value along the tree
 (`tree_credit.fork_advantages`), which is our own reading of what the value should tell.

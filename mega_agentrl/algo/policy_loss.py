@@ -7,6 +7,8 @@ With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high]:
     gspo:    clipped, with one ratio per trajectory, exp(mean log-ratio) (arXiv 2507.18071)
     atpo:    clipped, with one ratio per turn, exp(mean log-ratio of the turn) (arXiv 2601.04767)
     cispo:   -sg(clip(r)) A logp                (arXiv 2506.13585)
+    future_kl: clipped, with A (1 + w sg(f)) in place of A, where f is the discounted product of
+             this ratio and those after it      (arXiv 2603.19835, 2606.12384)
 
 `balanced` selects AEPO's clip (arXiv 2510.14545): above the range the bound is (1 + high) r /
 sg(r), which has PPO's value but keeps a gradient with the factor 1 + high. `dr_grpo` (arXiv
@@ -15,17 +17,20 @@ aggregation.
 
 B trajectories, T response positions; float32, or float64 if the log-probs are. The functions do not
 depend on how a batch was split: with the global `denominator` the values of the shards add up.
-`gspo` needs whole trajectories and `atpo` whole turns, because their ratios are means over those.
+`gspo` needs whole trajectories and `atpo` whole turns, because their ratios are means over those;
+`future_kl` needs whole rows.
 
 `actor.training.losses` registers the losses that `algo.loss` can name.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
+from mega_agentrl.algo.advantage import apply_to_sampled_tokens, discounted_sum
 from mega_agentrl.algo.masking import (
     bounded_exp,
     masked_log_ratio,
@@ -166,6 +171,75 @@ def cispo(
     return -bounded_BT * weight_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), on_BT), {
         "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
         "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+    }
+
+
+def future_kl(
+    logp_BT: torch.Tensor,
+    old_logp_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float,
+    gamma: float,
+    bound: float,
+    high_only: bool,
+    weight: float,
+    max_penalized_ratio: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return loss and metrics like `clipped`, with advantages that grow with the future ratio.
+
+        A_t (1 + weight f_t),  f_t = clip(exp(sum_{k >= t} gamma^(k - t) m_k log r_k))
+
+    m_k is 0 where r_k is above `clip_dual`, and f has no gradient. Before the first update all
+    ratios are 1, and so is f. Where A < 0 and r is above `max_penalized_ratio`, f is at most 1, and
+    at least 0.8. A row with more than one token at the dual clip has no loss, but its tokens still
+    count in the denominator; in the code that was released with APPO they do not, and masked tokens
+    discount there.
+
+    Args:
+        logp_BT: [B, T] current log-probs, nats.
+        old_logp_BT: [B, T] log-probs at the start of the update, nats.
+        advantage_BT: [B, T] advantages.
+        mask_BT: [B, T] mask.
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
+        clip_dual: dual clip c.
+        gamma: discount of each sampled token.
+        bound: f is between 1 - `bound` and 1 + `bound`.
+        high_only: whether f is at least 1 instead.
+        weight: weight of f.
+        max_penalized_ratio: ratio above which f does not add to a negative advantage.
+
+    Returns:
+        The loss, [B, T], the metrics of `clipped`, and `future_weight`, the mean of f.
+    """
+    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    ratio_BT = bounded_exp(log_ratio_BT)
+    frozen_BT = log_ratio_BT.detach()
+    sum_BT = apply_to_sampled_tokens(
+        lambda ratio_RL: discounted_sum(ratio_RL, gamma),
+        on_BT,
+        frozen_BT.masked_fill(frozen_BT > math.log(clip_dual), 0.0),
+    )
+    future_BT = bounded_exp(sum_BT).clamp(1.0 if high_only else 1 - bound, 1 + bound)
+    future_BT = zero_masked(future_BT.to(frozen_BT.dtype), on_BT)
+    is_capped_BT = (weight_BT < 0) & (ratio_BT.detach() > max_penalized_ratio)
+    future_BT = torch.where(is_capped_BT, future_BT.clamp(0.8, 1.0), future_BT)
+    loss_BT, higher_BT, lower_BT = _surrogate(
+        ratio_BT,
+        _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False),
+        weight_BT * (1 + weight * future_BT),
+        clip_dual,
+    )
+    is_dropped_B = lower_BT.sum(dim=1) > 1
+    return loss_BT.masked_fill(is_dropped_B.unsqueeze(1), 0.0), {
+        "clipfrac": masked_mean(higher_BT.float(), on_BT),
+        "clipfrac_lower": masked_mean(lower_BT.float(), on_BT),
+        "approx_kl": masked_mean(-frozen_BT, on_BT),
+        "future_weight": masked_mean(future_BT, on_BT),
     }
 
 

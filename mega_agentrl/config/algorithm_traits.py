@@ -84,11 +84,13 @@ class LossTraits:
     needs_whole_turns: bool = False
     """Whether a token's loss depends on the other tokens of its turn, so that no turn may be cut.
     """
+    needs_whole_rows: bool = False
+    """Whether a token's loss depends on the other tokens of its row."""
 
     @property
     def needs_uncut_rows(self) -> bool:
         """Whether context ranks may not divide a row."""
-        return self.per_trajectory or self.needs_whole_turns
+        return self.per_trajectory or self.needs_whole_turns or self.needs_whole_rows
 
     def __post_init__(self) -> None:
         if taken := sorted(set(self.metrics) & set(OBJECTIVE_METRICS)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from mega_agentrl.algo.policy_loss import (
     clipped,
     dapo,
     dr_grpo,
+    future_kl,
     gspo,
     loss_denominator,
 )
@@ -29,6 +32,15 @@ MODE_OF = {
     "seq-mean-token-sum-norm": "seq_sum_norm",
 }
 RANGE = {"clip_low": 0.2, "clip_high": 0.2}
+FUTURE = {
+    **RANGE,
+    "clip_dual": 3.0,
+    "gamma": 0.5,
+    "bound": 0.3,
+    "high_only": False,
+    "weight": 2.0,
+    "max_penalized_ratio": 4.0,
+}
 
 
 @pytest.mark.parametrize("name", MODE_OF)
@@ -193,6 +205,47 @@ def test_atpo_s_gradient_is_that_of_the_turn_s_ratio_if_its_tokens_have_equal_ad
     torch.testing.assert_close(*gradients)
 
 
+def test_future_kl_by_hand():
+    # Discounted sums .1 + .5 * .3, .4 - .5 * .2 and -.2; the second factor is cut at 1.3.
+    logp = torch.tensor([[0.1, 9.0, 0.4, -0.2]], requires_grad=True)
+    mask = torch.tensor([[1, 0, 1, 1]])
+    gain = torch.tensor([[1.0, 9.0, -1.0, 2.0]])
+    loss, info = future_kl(logp, torch.zeros(1, 4), gain, mask, **FUTURE)
+    factors = [2.718281828**0.25, 1.3, 2.718281828**-0.2]
+    expected = [
+        -(1 + 2 * factors[0]) * 2.718281828**0.1,
+        0,
+        (1 + 2 * factors[1]) * 2.718281828**0.4,
+        -2 * (1 + 2 * factors[2]) * 2.718281828**-0.2,
+    ]
+    assert loss[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert info["future_weight"].item() == pytest.approx(sum(factors) / 3)
+    loss.sum().backward()
+    assert logp.grad is not None
+    # The factor is a constant, so each token pulls on itself alone.
+    assert logp.grad[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_future_kl_s_bounds_for_penalized_tokens():
+    """The ratio 5 is above the dual clip: it counts in no factor. Two of them drop the row."""
+    ratio = torch.tensor([[2.0, 5.0, 1.0], [5.0, 5.0, 1.0]])
+    options = {**FUTURE, "gamma": 1.0, "weight": 1.0, "max_penalized_ratio": 1.5}
+    parts = (torch.zeros(2, 3), -torch.ones(2, 3), torch.ones(2, 3))
+    loss, info = future_kl(ratio.log(), *parts, **options)
+    # All factors are 1, also that of the ratio 2 (exp(ln 2) is 2).
+    assert loss.tolist() == [[pytest.approx(4), pytest.approx(6), pytest.approx(2)], [0, 0, 0]]
+    assert info["clipfrac_lower"].item() == pytest.approx(3 / 6)
+    plain, _ = future_kl(ratio.log(), *parts, **(options | {"max_penalized_ratio": 3.0}))
+    assert plain[0, 0].item() == pytest.approx(2 * (1 + 1.3))
+
+
+def test_future_kl_is_clipped_twice_as_strong_before_the_first_update():
+    logp, _, gain, mask = _random(3)
+    loss, _ = future_kl(logp, logp.detach(), gain, mask, **(FUTURE | {"weight": 1.0}))
+    same, _ = clipped(logp, logp.detach(), gain, mask, **RANGE, clip_dual=3.0)
+    torch.testing.assert_close(loss, 2 * same)
+
+
 def test_cispo_by_hand():
     # Ratios 1, e^7 and e^-2, the last two clipped to 1.2 and 0.8; the fourth token is masked.
     logp = torch.tensor([[-1.0, -2.0, -3.0, float("nan")]], requires_grad=True)
@@ -206,7 +259,11 @@ def test_cispo_by_hand():
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -1e30])
-@pytest.mark.parametrize("loss_of", [clipped, gspo, atpo, cispo])
+@pytest.mark.parametrize(
+    "loss_of",
+    [clipped, gspo, atpo, cispo, partial(future_kl, **FUTURE)],
+    ids=["clipped", "gspo", "atpo", "cispo", "future_kl"],
+)
 def test_masked_values_do_not_change_the_losses(loss_of, junk):
     logp, old, gain, mask = (value.float() for value in _random(7))
     gain = gain[:, 0] if loss_of is gspo else gain

@@ -17,6 +17,10 @@ from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
 ONE, TWO = torch.ones(1), torch.ones(2)
 CELL, GRID, WIDE = torch.ones(1, 1), torch.ones(1, 2), torch.ones(1, 3)
 RANGE = {"clip_low": 0.2, "clip_high": 0.2}
+FUTURE = {
+    **{"clip_dual": 3.0, "gamma": 1.0, "bound": 0.2, "high_only": True},
+    **{"weight": 1.0, "max_penalized_ratio": 4.0},
+}
 CORRECTION = {"level": "token", "mode": "masked", "cap": 2.0}
 MARKERS = {"start_id": 1, "end_id": 2}
 
@@ -79,6 +83,7 @@ CALLS = {
     "gspo": lambda: policy_loss.gspo(GRID, CELL, ONE, GRID, **RANGE),
     "gspo, rows": lambda: policy_loss.gspo(GRID, GRID, TWO, GRID, **RANGE),
     "atpo": lambda: policy_loss.atpo(GRID, CELL, GRID, GRID, **RANGE),
+    "future_kl": lambda: policy_loss.future_kl(GRID, CELL, GRID, GRID, **RANGE, **FUTURE),
     "cispo": lambda: policy_loss.cispo(GRID, CELL, GRID, GRID, **RANGE),
     "aggregate": lambda: policy_loss.aggregate(TWO, TWO, "token_mean"),
     "clipped_value_loss": lambda: clipped_value_loss(GRID, GRID, CELL, GRID, clip=0.5),

@@ -88,10 +88,14 @@ def register_loss(
     metrics: tuple[str, ...],
     per_trajectory: bool = False,
     needs_whole_turns: bool = False,
+    needs_whole_rows: bool = False,
 ) -> Callable[[LossFunctionT], LossFunctionT]:
     """Register the decorated function as the loss `name` with the traits of `LossTraits`."""
     traits = LossTraits(
-        metrics=metrics, per_trajectory=per_trajectory, needs_whole_turns=needs_whole_turns
+        metrics=metrics,
+        per_trajectory=per_trajectory,
+        needs_whole_turns=needs_whole_turns,
+        needs_whole_rows=needs_whole_rows,
     )
 
     def register(function: LossFunctionT) -> LossFunctionT:
@@ -211,3 +215,49 @@ def _atpo(
         clip_high: Width of the clip range above a ratio of 1; the default is the released setting.
     """
     return policy_loss.atpo(*tensors, clip_low=clip_low, clip_high=clip_high)
+
+
+@register_loss(
+    "future_kl",
+    metrics=("clipfrac", "clipfrac_lower", "approx_kl", "future_weight"),
+    needs_whole_rows=True,
+)
+def _future_kl(
+    *tensors: torch.Tensor,
+    clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.2,
+    clip_high: Annotated[float, Range(above=0)] = 0.28,
+    clip_dual: Annotated[float, Range(above=1)] = 3.0,
+    decay_tokens: Annotated[float, Range(above=0)] = 64.0,
+    bound: Annotated[float, Range(at_least=0, at_most=1)] = 0.2,
+    high_only: bool = True,
+    weight: Annotated[float, Range(at_least=0, at_most=1000)] = 1.0,
+    max_penalized_ratio: Annotated[float, Range(at_least=1)] = 6.0,
+) -> LossResult:
+    """APPO's loss, where a token weighs more if what follows became likelier (arXiv 2606.12384).
+
+    The factor is that of FIPO (arXiv 2603.19835), 1 at the first update of a batch. The defaults
+    are the settings of APPO's scripts.
+
+    Args:
+        *tensors: Log-probs, old log-probs, advantages and mask.
+        clip_low: Width of the clip range below a ratio of 1.
+        clip_high: Width of the clip range above a ratio of 1.
+        clip_dual: Dual-clip bound on the loss of negative advantages; ratios above it do not count
+            in the factor.
+        decay_tokens: Number of tokens after which a ratio counts half.
+        bound: The factor is between 1 - bound and 1 + bound.
+        high_only: Whether the factor is at least 1.
+        weight: Weight of the factor: advantages are multiplied by 1 + weight * factor.
+        max_penalized_ratio: Ratio above which the factor of a negative advantage is at most 1.
+    """
+    return policy_loss.future_kl(
+        *tensors,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        clip_dual=clip_dual,
+        gamma=0.5 ** (1 / decay_tokens),
+        bound=bound,
+        high_only=high_only,
+        weight=weight,
+        max_penalized_ratio=max_penalized_ratio,
+    )

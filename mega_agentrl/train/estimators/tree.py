@@ -139,7 +139,8 @@ def _appo_released(
     The first trajectory of a tree is the initial one, all others are its forks, which are not
     trained on. The release divides its losses by trained tokens only; here those of the forks are
     counted, with advantage 0. Its scale of rewards before the branching point is left out, since it
-    multiplies tokens that have no reward.
+    multiplies tokens that have no reward. With `algo.loss=future_kl`, as in the preset, weight is
+    0: the release has the factor in its loss, and uses the mismatch to choose branching points.
 
     Args:
         inputs: The batch.

@@ -187,7 +187,7 @@ def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
 def term(loss, correction_RT=None):
     """Return loss, metrics, and the gradient of the summed loss."""
     values = {"clip_low": 0.2, "clip_high": 0.3, "clip_dual": 1.5}
-    options = {name: values[name] for name in LOSSES.find(loss).options}
+    options = {name: values[name] for name in LOSSES.find(loss).options if name in values}
     algo = AlgoConfig(loss=loss, loss_options=options)
     logp_RT = (OLD_RT + LOG_RATIO_RT).requires_grad_()
     loss_RT, info = compute_policy_loss(algo, logp_RT, OLD_RT, ADVANTAGE_RT, MASK_RT, correction_RT)
@@ -206,6 +206,9 @@ def term(loss, correction_RT=None):
         ("gspo", [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
         # Each row is one turn, whose ratio is that of the row.
         ("atpo", [[-2.6, -2.6, 0], [0.8, 0.8, 0.8]], [[0, 0, 0], [0, 0, 0]]),
+        # As clipped, with advantages times 1 + f: f is 1, since e is above the dual clip and counts
+        # for nothing, and the ratios of row 1 are at most 1.
+        ("future_kl", [[-5.2, -4, 0], [1.6, 1.6, 2]], [[0, -4, 0], [0, 0, 2]]),
         # Weights 1.3 and 1, .8, .8, 1 on the log-probs -1, -2 and -3, -3, -2.
         ("cispo", [[2.6, 4, 0], [-2.4, -2.4, -2]], [[-2.6, -2, 0], [0.8, 0.8, 1]]),
     ],
@@ -219,9 +222,10 @@ def test_losses_by_hand(loss, value, gradient):
 @pytest.mark.parametrize("loss", LOSSES.registered())
 def test_every_loss_reports_the_same_metrics(loss):
     _, info, _ = term(loss)
-    assert tuple(info) == CLIP_METRICS
+    own = ("future_weight",) if loss == "future_kl" else ()
+    assert tuple(info) == (*CLIP_METRICS, *own)
     assert all(value.ndim == 0 and not value.requires_grad for value in info.values())
-    clipfrac = 1.0 if loss in UNCUT_ROWS else 0.6
+    clipfrac = 1.0 if loss in ("gspo", "atpo") else 0.6
     assert float(info["clipfrac"]) == pytest.approx(clipfrac)
     assert float(info["approx_kl"]) == pytest.approx(1 / 5)
     assert float(info["clipfrac_lower"]) == 0

@@ -5,6 +5,7 @@ Every split into micro-batches, data ranks or context ranks must add up to it.
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 
 import torch
@@ -62,12 +63,16 @@ def _policy(algo, logp_N, old_N, advantage_N, turns):
         means = [one_K.mean().expand_as(one_K) for one_K in (logp_N - old_N).detach().split(turns)]
         ratio_N = torch.cat(means).exp() * (logp_N - logp_N.detach() + 1)
     bound_N = ratio_N.clamp(low, high)
+    if algo.loss == "future_kl":
+        advantage_N = advantage_N * (
+            1 + _future_weights(options["clip_dual"], ratio_N, advantage_N)
+        )
     match algo.loss:
         case "cispo":
             return -bound_N.detach() * advantage_N * logp_N
         case "balanced":
             bound_N = torch.where(ratio_N > high, high * ratio_N / ratio_N.detach(), bound_N)
-        case "clipped" | "gspo" | "atpo":
+        case "clipped" | "gspo" | "atpo" | "future_kl":
             pass
         case _:
             raise ValueError(f"loss={algo.loss}: expected a loss with a formula here")
@@ -75,4 +80,18 @@ def _policy(algo, logp_N, old_N, advantage_N, turns):
     if "clip_dual" not in options:
         return loss_N
     capped_N = torch.minimum(loss_N, -advantage_N * options["clip_dual"])
+    if algo.loss == "future_kl" and ((advantage_N < 0) & (capped_N < loss_N)).sum() > 1:
+        return torch.zeros_like(loss_N)
     return torch.where(advantage_N < 0, capped_N, loss_N)
+
+
+def _future_weights(clip_dual, ratio_N, advantage_N):
+    """Return the factors of `future_kl` with its default options."""
+    weights, total = [], 0.0
+    for ratio, advantage in reversed(
+        list(zip(ratio_N.tolist(), advantage_N.tolist(), strict=True))
+    ):
+        total = 0.5 ** (1 / 64) * total + (math.log(ratio) if ratio <= clip_dual else 0.0)
+        is_capped = advantage < 0 and ratio > 6
+        weights.append(min(max(math.exp(total), 1.0), 1.0 if is_capped else 1.2))
+    return torch.tensor(weights[::-1], dtype=ratio_N.dtype)

@@ -61,6 +61,12 @@ def test_gspo_needs_whole_rows_with_one_advantage():
     passes(**GSPO, **REWARD_KL)
 
 
+def test_future_kl_needs_whole_rows_but_any_advantages():
+    loss = {"loss": "future_kl"}
+    assert refused_algo(loss, parallel__context=2) == ("parallel.context", 2)
+    passes(**loss, advantage="fork_credit")
+
+
 def test_atpo_needs_whole_turns_but_not_whole_trajectories():
     atpo = {"loss": "atpo"}
     assert refused_algo(atpo, parallel__context=2) == ("parallel.context", 2)
