@@ -7,8 +7,9 @@ probability is half of the game's, plus a number from 0 to 0.5 that is the promp
 `--turns` sampled turns (a shared prefix of forks counts once), so that all estimators see equally
 many sampled tokens. *flat*: every trajectory starts at the prompt. *forked*: half of the turns are
 roots; the other half continue a random trajectory from a random turn on. The estimators are those
-of training, called as in training; the gradient is the sum over all rows of advantage times score
-function.
+of training, called as in training: all that are registered, with their default options, and
+`VARIANTS`, with the settings of a preset or another option. The gradient is the sum over all rows
+of advantage times score function.
 
 Three cases for each game, estimator and way of sampling, less is better:
 
@@ -21,7 +22,8 @@ The baseline is GRPO on flat samples. `gae` has a critic whose values are wrong 
 deviation of a fixed error for each state), `remax` the greedy answer's expected reward.
 `gigpo` and `hgpo` see equal answers wherever the tool has only one, as in all games but `luck`.
 `appo_released` reads how the engine's log-probs differ from the trainer's, here by independent
-errors of standard deviation 0.02.
+errors of standard deviation 0.02. `egpo` takes the entropy of the whole response, since a turn is
+one token.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mega_agentrl.config.algorithm_traits import ESTIMATORS
-from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.config.enums import CotBlocks
+from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
 from mega_agentrl.train.advantages import add_advantages
 from mega_agentrl.types.batch import TrainBatch
 from tools.credit.games import Game, all_games
@@ -47,6 +50,15 @@ from tools.measurement import bench_line, select_cases
 NUM_GROUPS = 16
 BASELINE = ("grpo", "flat")
 METRICS = ("bias", "noise", "error")
+VARIANTS = {
+    "dr_grpo": AlgoConfig(advantage="grpo", advantage_options={"norm_by_std": False}),
+    "egpo": AlgoConfig(advantage="grpo", egpo=EgpoConfig(lam=0.4, cot_blocks=CotBlocks.response)),
+    "aepo": AlgoConfig(advantage="grpo", entropy_advantage_weight=0.2),
+    "at2po_exact": AlgoConfig(advantage="at2po", advantage_options={"exact_entropy": True}),
+    "fork_credit_stein": AlgoConfig(advantage="fork_credit", advantage_options={"shrinkage": None}),
+    "appo_dual_group": AlgoConfig(advantage="appo_released", advantage_options={"weight": 0.0}),
+}
+"""Settings under names of their own, beside the registered estimators with default options."""
 CRITIC_ERROR = 0.1
 ENGINE_ERROR = 0.02
 
@@ -177,6 +189,7 @@ def make_batch(
         tree_token_BT=token_BT,
         rollout_logp_BT=logp_BT,
         rollout_entropy_BT=entropy_BT,
+        entropy_BT=entropy_BT,
         old_logp_BT=logp_BT + ENGINE_ERROR * noise_BT,
         version_BT=torch.zeros(shape, dtype=torch.int64),
         value_BT=value_BT,
@@ -232,6 +245,11 @@ def _cosine(first: np.ndarray, second: np.ndarray) -> float:
     return float(first @ second / length) if length else 0.0
 
 
+def algorithms() -> dict[str, AlgoConfig]:
+    """Return the settings of every estimator by the name of its cases."""
+    return {name: AlgoConfig(advantage=name) for name in ESTIMATORS.registered()} | VARIANTS
+
+
 def parse_args() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -247,20 +265,19 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     games = {game.name: game for game in all_games()}
+    algos = algorithms()
     cases = [
         f"{game}/{estimator}/{way}"
         for game in games
-        for estimator in ESTIMATORS.registered()
+        for estimator in algos
         for way in ("flat", "forked")
     ]
     baselines: dict[str, dict[str, float | None]] = {}
     for case in select_cases(args.cases, cases):
         game, estimator, way = case.split("/")
         if game not in baselines:
-            baselines[game] = measure(
-                games[game], AlgoConfig(advantage=BASELINE[0]), BASELINE[1], args
-            )
-        found = measure(games[game], AlgoConfig(advantage=estimator), way, args)
+            baselines[game] = measure(games[game], algos[BASELINE[0]], BASELINE[1], args)
+        found = measure(games[game], algos[estimator], way, args)
         for name in METRICS:
             print(
                 json.dumps(
