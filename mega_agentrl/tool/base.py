@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -71,6 +71,10 @@ class Tool(ABC):
     max_concurrent: int | None = None
     """Concurrent executions in this process, None for no limit; the wait does not count as run
     time.
+    """
+    state_group: object | None = None
+    """Tools with the same group share one state in a trajectory, whose life the first of them
+    manages, with the kwargs of all; their calls take turns.
     """
 
     def schema(self) -> dict[str, Any]:
@@ -149,3 +153,11 @@ class Tool(ABC):
     async def release(self, state: Any, kwargs: Mapping[str, Any]) -> None:
         """Release the state."""
         return
+
+
+class ToolSet(ABC):
+    """Several tools that one entry of `tool.user_tools_file` makes."""
+
+    @abstractmethod
+    def tools(self) -> Sequence[Tool]:
+        """Return the tools, each with a name of its own."""

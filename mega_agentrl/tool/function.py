@@ -62,8 +62,8 @@ class FunctionTool(Tool):
         self.function = function
         self.name = name or function.__name__
         where = f"tool {self.name}"
-        self.description, parameter_docs = _parse_docstring(inspect.getdoc(function) or "")
-        self.parameters = _parameters_schema(function, parameter_docs, where)
+        self.description, parameter_docs = parse_docstring(inspect.getdoc(function) or "")
+        self.parameters = parameters_schema(function, parameter_docs, where)
         if examples:
             self.parameters["examples"] = [dict(example) for example in examples]
         required = self.parameters["required"]
@@ -86,7 +86,7 @@ class FunctionTool(Tool):
         if self._is_async:
             value = await self.function(**given)
         else:
-            value = await _run_in_thread(lambda: self.function(**given))
+            value = await run_in_thread(lambda: self.function(**given))
         if isinstance(value, ToolResponse):
             return value
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -151,7 +151,7 @@ def tool(
     return decorate if function is None else decorate(function)
 
 
-async def _run_in_thread(work: Callable[[], Any]) -> Any:
+async def run_in_thread(work: Callable[[], Any]) -> Any:
     """Run `work` in a daemon thread, which does not delay the end of the process.
 
     A first cancellation waits until the thread has ended, so that its slot stays occupied; a second
@@ -174,9 +174,19 @@ async def _run_in_thread(work: Callable[[], Any]) -> Any:
         raise
 
 
-def _parameters_schema(
+def parameters_schema(
     function: Callable[..., Any], parameter_docs: Mapping[str, str], where: str
 ) -> dict[str, Any]:
+    """Return the JSON schema of a function's parameters, from its type hints.
+
+    Args:
+        function: a function or bound method.
+        parameter_docs: descriptions of parameters.
+        where: names the function in errors.
+
+    Raises:
+        ValueError: a parameter has no hint, no JSON form, or cannot be passed by name.
+    """
     hints = get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -233,7 +243,7 @@ def _type_hint_schema(hint: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
+def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Return the text before the first section, and the entries of the section `Args:`."""
     section = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):$")
     lines = text.splitlines()

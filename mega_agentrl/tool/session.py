@@ -12,7 +12,8 @@ If all first calls of a method of a user's tool raise, the run ends (`types.firs
 raise `ToolSessionError` if one fails. States created before a failure or cancellation are released,
 and so is a state that arrives too late. Sessions are independent. Calls of one session may run
 concurrently; calls to one tool take turns in order of arrival, unless the tool keeps no state
-(`create` returned None).
+(`create` returned None). Tools of one `state_group` share a state and these turns; the first of
+them in the session creates, copies and releases it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable
 
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.function_schema import FunctionSchema
@@ -103,6 +104,7 @@ class TrajectoryToolSession:
         self._escape = escape
         self._kwargs: Mapping[str, Mapping[str, Any]] = {}
         self._states: dict[str, Any] = {}
+        self._owners: dict[str, str] = {}
         self._tool_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -118,9 +120,13 @@ class TrajectoryToolSession:
         wanted = {name: value for name, value in tools_kwargs.items() if value is not None}
         check_tools_kwargs(wanted, self._tools)
         self._kwargs = wanted
+        self._owners = self._state_owners(wanted or self._tools)
         try:
-            for name in wanted or self._tools:
-                work = self._tools[name].tool.create(self._kwargs_for(name, "create_kwargs"))
+            for name, owner in self._owners.items():
+                if owner != name:
+                    self._states[name] = self._states[owner]
+                    continue
+                work = self._tools[name].tool.create(self._group_kwargs(name, "create_kwargs"))
                 self._states[name] = await self._create_state(name, "create", work)
         except BaseException:
             with suppress(ToolSessionError):
@@ -141,7 +147,7 @@ class TrajectoryToolSession:
             return _outcome_without_run(tool, self._escape(str(error)), is_invalid_call=True)
         if self._states[tool] is None:
             return await self._run_limited(registered, checked_arguments, arrival_time)
-        lock = self._tool_locks[tool]
+        lock = self._tool_locks[self._owners[tool]]
         try:
             async with asyncio.timeout(self._limits.queue_timeout_s):
                 await lock.acquire()
@@ -184,9 +190,12 @@ class TrajectoryToolSession:
     async def fork(self) -> TrajectoryToolSession:
         """Return a session with copies of the tools' states; raises `ToolSessionError`."""
         child = TrajectoryToolSession(self._tools, self._limits, self._escape)
-        child._kwargs = self._kwargs
+        child._kwargs, child._owners = self._kwargs, self._owners
         try:
             for name, state in self._states.items():
+                if (owner := self._owners[name]) != name:
+                    child._states[name] = child._states[owner]
+                    continue
                 work = self._tools[name].tool.fork(state)
                 child._states[name] = await self._create_state(name, "fork", work)
         except BaseException:
@@ -202,9 +211,9 @@ class TrajectoryToolSession:
             ToolSessionError: a tool failed or returned a number that is not finite.
         """
         rewards: dict[str, float] = {}
-        for name, state in self._states.items():
+        for name, state in self._owned_states().items():
             work = self._tools[name].tool.calc_reward(
-                state, self._kwargs_for(name, "calc_reward_kwargs")
+                state, self._group_kwargs(name, "calc_reward_kwargs")
             )
             reward = await self._run_lifecycle_step(name, "calc_reward", work)
             if reward is None:
@@ -220,7 +229,7 @@ class TrajectoryToolSession:
         Raises:
             ToolSessionError: a tool failed; raised after all tools have been asked.
         """
-        states, self._states = self._states, {}
+        states, self._states = self._owned_states(), {}
         if not states:
             return
         work = [self._release_one(name, state) for name, state in states.items()]
@@ -238,8 +247,29 @@ class TrajectoryToolSession:
     def _kwargs_for(self, name: str, key: str) -> Mapping[str, Any]:
         return self._kwargs.get(name, {}).get(key) or {}
 
+    def _state_owners(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the first tool of each tool's state group by the name of the tool."""
+        first: dict[object, str] = {}
+        owners = {}
+        for name in names:
+            group = self._tools[name].tool.state_group
+            owners[name] = name if group is None else first.setdefault(group, name)
+        return owners
+
+    def _owned_states(self) -> dict[str, Any]:
+        """Return each state once, by the tool that manages it."""
+        return {name: state for name, state in self._states.items() if self._owners[name] == name}
+
+    def _group_kwargs(self, owner: str, key: str) -> dict[str, Any]:
+        """Return the kwargs of all tools whose state the owner manages."""
+        merged: dict[str, Any] = {}
+        for name, own in self._owners.items():
+            if own == owner:
+                merged |= self._kwargs_for(name, key)
+        return merged
+
     async def _release_one(self, name: str, state: Any) -> None:
-        work = self._tools[name].tool.release(state, self._kwargs_for(name, "release_kwargs"))
+        work = self._tools[name].tool.release(state, self._group_kwargs(name, "release_kwargs"))
         await self._run_lifecycle_step(name, "release", work)
 
     async def _create_state(self, name: str, step: str, work: Coroutine[Any, Any, Any]) -> Any:

@@ -10,11 +10,12 @@ The file is a list of entries::
         type: function
         function: {name: notes, description: Keeps a note, parameters: {...}}
 
-`class_name` names a subclass of `base.Tool` or a function decorated with `function.tool`. One class
-may occur several times under different names. As in verl, the list may stand below the key `tools`,
-and `config` may have `type: native`; verl's classes themselves are refused. Loading imports the
-user's code, creates the objects and checks their methods and schemas (`interface_check`), but
-starts nothing; every error names file, entry and key.
+`class_name` names a subclass of `base.Tool`, a function decorated with `function.tool`, or a
+subclass of `base.ToolSet`, which makes several tools (`api_classes`). One class may occur several
+times under different names. As in verl, the list may stand below the key `tools`, and `config` may
+have `type: native`; verl's classes themselves are refused. Loading imports the user's code, creates
+the objects and checks their methods and schemas (`interface_check`), but starts nothing; every
+error names file, entry and key.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_entries import read_user_entries
-from mega_agentrl.tool.base import Tool
+from mega_agentrl.tool.base import Tool, ToolSet
 from mega_agentrl.tool.function import FunctionTool
 from mega_agentrl.tool.function_schema import FunctionSchema
 from mega_agentrl.tool.interface_check import check_methods, validated_schema
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.config.user_entries import UserEntry
 
 _EXPECTED_CLASS = (
-    "a class derived from mega_agentrl.tool.base.Tool or a function decorated with "
+    "a class derived from mega_agentrl.tool.base.Tool or ToolSet, or a function decorated with "
     "mega_agentrl.tool.function.tool"
 )
 _VERL_PARAMETER = "instance_id"
@@ -65,28 +66,39 @@ def load_user_tools(
     owners = {name: f"the built-in {kind.__name__}" for name, kind in (built_in or {}).items()}
     tools = []
     for number, entry in enumerate(entries, start=1):
-        tool, class_name = _make_tool(entry), entry.values["class_name"]
-        if tool.name in owners:
-            raise ConfigError(
-                f"{entry.key}, class_name",
-                class_name,
-                f"a tool with another name than {tool.name}, which {owners[tool.name]} has",
-                "a copied class or entry; set another name in the class or in tool_schema",
-            )
-        owners[tool.name] = f"{class_name} (entry {number})"
-        tools.append(tool)
+        class_name = entry.values["class_name"]
+        for tool in _make_tools(entry):
+            if tool.name in owners:
+                raise ConfigError(
+                    f"{entry.key}, class_name",
+                    class_name,
+                    f"a tool with another name than {tool.name}, which {owners[tool.name]} has",
+                    "a copied class or entry; set another name in the class or in tool_schema",
+                )
+            owners[tool.name] = f"{class_name} (entry {number})"
+            tools.append(tool)
     return tools
 
 
-def _make_tool(entry: UserEntry) -> Tool:
+def _make_tools(entry: UserEntry) -> list[Tool]:
+    """Return the tool of the entry, or those of its set."""
     found = _load(entry)
     entry = _without_verl_type(entry, found)
-    if isinstance(found, FunctionTool):
+    if isinstance(found, type) and issubclass(found, ToolSet):
+        if entry.values.get("tool_schema") is not None:
+            raise ConfigError(f"{entry.key}, tool_schema", "a schema", "none for several tools")
+        tools: Sequence[Tool] = entry.construct(found, ToolSet, _EXPECTED_CLASS).tools()
+    elif isinstance(found, FunctionTool):
         if entry.arguments:
             raise ConfigError(f"{entry.key}, config", entry.arguments, "none for a function")
-        tool: Tool = copy.copy(found)
+        tools = [copy.copy(found)]
     else:
-        tool = entry.construct(found, Tool, _EXPECTED_CLASS)
+        tools = [entry.construct(found, Tool, _EXPECTED_CLASS)]
+    return [_configured(tool, entry) for tool in tools]
+
+
+def _configured(tool: Tool, entry: UserEntry) -> Tool:
+    """Return the tool with the settings of the entry, after the checks of its class."""
     if (timeout_s := entry.limit("timeout_s")) is not None:
         tool.timeout_s = float(timeout_s)
     if (max_concurrent := entry.limit("max_concurrent", is_whole=True)) is not None:
@@ -114,7 +126,7 @@ def _load(entry: UserEntry) -> Any:
     if name.startswith("verl."):
         raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)
     found = entry.load(_EXPECTED_CLASS)
-    if isinstance(found, type) and not issubclass(found, Tool):
+    if isinstance(found, type) and not issubclass(found, Tool | ToolSet):
         execute = getattr(found, "execute", None)
         if callable(execute) and _VERL_PARAMETER in inspect.signature(execute).parameters:
             raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)

@@ -1,5 +1,8 @@
 """Converts BFCL questions of one or several turns; `extra_info.turns` says which.
 
+`convert_bfcl` makes rows for the reward `function_call`, `convert_bfcl_conversations` whole
+conversations for the simulated user `rollout.interaction.state_check`.
+
 A row has `id`, `question` (turns, each a list of messages; a text in v1), `function` and
 `ground_truth`. The leaderboard ships these in several files, and rows with the same `id` are
 joined: pass the question files and their `possible_answer` files together. Rows of several turns
@@ -10,8 +13,8 @@ A single-turn question becomes one RL row, `turns=single_turn`, whose ground tru
 accepted answer. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index
 `id/turn`: the prompt holds the earlier turns with the calls expected there, and the ground truth is
 this turn's calls. The results of those calls are not in the data, so the prompt lacks them, and
-BFCL's own check of the resulting state is not done. A turn without a message is one where BFCL
-offers a function that it held back (`missed_function`).
+BFCL's own check of the resulting state is not done: conversations have it. A turn without a message
+is one where BFCL offers a function that it held back (`missed_function`).
 
 The possible answers of a question are expanded into lists of calls. BFCL gives a list of accepted
 values for every argument, with the empty text if the argument may be omitted:
@@ -28,6 +31,7 @@ argument; here only the listed values count.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
@@ -62,6 +66,9 @@ FUNCTION_FILES = {
 MAX_ANSWERS = 512
 """Maximum number of possible answers; all of them are parsed for every response."""
 _OMITTED = object()
+_JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
+_OTHER_ANSWERS = "the answers of another version of BFCL"
+_NOTE_ONE_TURN = "left out: a question of one turn (--source bfcl converts it)"
 _NOTE_TOO_MANY_ANSWERS = f"left out: more than {MAX_ANSWERS} possible answers"
 _NOTE_UNKNOWN_CALLS = "left out: a call is expected, but the data does not say which"
 
@@ -73,7 +80,7 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
     questions, documents = _join_by_id(rows)
     result = ConversionResult([])
     for row in questions:
-        category = re.sub(r"_\d[\d-]*$", "", row.get_text("id"))
+        category = _category(row)
         turns = _parse_turns(row)
         truth = _expected_calls(row, category)
         if truth is None:
@@ -101,6 +108,121 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
     return result
 
 
+def convert_bfcl_conversations(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
+    """Convert each question of several turns to one row; other questions are left out.
+
+    The prompt is the first turn. `tools_kwargs` name the functions, and the first of them has the
+    initial configuration of the classes; `interaction_kwargs` have the further turns and the calls
+    that are expected in each. The column `tools` has the descriptions of the functions that are
+    offered at first. Those held back until a later turn are described in the user's message there;
+    as in BFCL, a call that guesses one earlier runs.
+
+    Raises:
+        ValueError: a row is malformed; the message names row and field.
+    """
+    questions, documents = _join_by_id(rows)
+    result = ConversionResult([])
+    for row in questions:
+        if row.values.get("involved_classes") is None:
+            result.notes[_NOTE_ONE_TURN] += 1
+        else:
+            result.rows.append(_conversation_row(row, documents, data_source))
+    return result
+
+
+def _conversation_row(
+    row: SourceRow, documents: Mapping[str, list[Any]], data_source: str
+) -> dict[str, Any]:
+    category = _category(row)
+    turns, truth = _parse_turns(row), row.get_list("ground_truth")
+    if len(truth) != len(turns) or not all(_is_texts(calls) for calls in truth):
+        raise row.error(
+            "ground_truth", truth, f"{len(turns)} lists of calls as text", _OTHER_ANSWERS
+        )
+    functions = [function_schema(one) for one in _available_functions(row, documents)]
+    names = [one["function"]["name"] for one in functions]
+    offered = _offered_names(functions, row, len(turns))
+    scenario = {
+        "initial_config": json.dumps(row.get_json("initial_config"), ensure_ascii=False),
+        "involved_classes": row.get_strings("involved_classes"),
+        "long_context": any(kind in category for kind in ("long_context", "composite")),
+    }
+    texts = []
+    for number in range(1, len(turns)):
+        new = [one for one in functions if one["function"]["name"] in offered[number]]
+        new = [one for one in new if one["function"]["name"] not in offered[number - 1]]
+        shown = [json.dumps(one, ensure_ascii=False) for one in new]
+        said = turns[number] or [NEW_FUNCTIONS_MESSAGE]
+        texts.append("\n\n".join([*shown, *(message["content"] for message in said)]))
+    converted = make_rl_row(
+        data_source=data_source,
+        messages=turns[0],
+        ground_truth=[json.dumps(calls, ensure_ascii=False) for calls in truth],
+        ability="function_calling",
+        extra_info={
+            "index": row.get_text("id"),
+            "category": category,
+            "turns": MULTI_TURN,
+            "tools_kwargs": {
+                name: {"create_kwargs": scenario if name == names[0] else None} for name in names
+            },
+            "interaction_kwargs": {
+                "name": "state_check",
+                "turns": texts,
+                "ground_truth": truth,
+                "excluded_functions": row.get_strings("excluded_function"),
+                **scenario,
+            },
+        },
+    )
+    at_first = [one for one in functions if one["function"]["name"] in offered[0]]
+    return converted | {"tools": json.dumps(at_first, ensure_ascii=False)}
+
+
+def function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return BFCL's description of a function as an OpenAI-style schema."""
+    return {
+        "type": "function",
+        "function": {
+            "name": function["name"],
+            "description": function.get("description") or "",
+            "parameters": _json_schema(function.get("parameters") or {"type": "dict"}),
+        },
+    }
+
+
+def _json_schema(value: Any) -> Any:
+    """Return a description of values with the type names of JSON schema, at any depth."""
+    if isinstance(value, list):
+        return [_json_schema(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _json_schema(item) for key, item in value.items()}
+    if isinstance(found.get("type"), str):
+        found["type"] = _JSON_TYPES.get(found["type"], found["type"])
+        if found["type"] == "any":
+            del found["type"]
+    return found
+
+
+def _offered_names(
+    functions: Sequence[dict[str, Any]], row: SourceRow, num_turns: int
+) -> list[set[str]]:
+    """Return the names of the functions that are offered at each turn."""
+    names = [{"name": one["function"]["name"]} for one in functions]
+    return [
+        {one["name"] for one in _functions_at_turn(names, row, turn)} for turn in range(num_turns)
+    ]
+
+
+def _category(row: SourceRow) -> str:
+    return re.sub(r"_\d[\d-]*$", "", row.get_text("id"))
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
 def _single_turn_rows(
     row: SourceRow, turn: list[Message], truth: list[Any], functions: list[Any]
 ) -> _TurnRows | None:
@@ -119,7 +241,7 @@ def _multi_turn_rows(
             "ground_truth",
             truth,
             f"{len(turns)} lists of calls, one per turn",
-            "the answers of another version of BFCL",
+            _OTHER_ANSWERS,
         )
     parameters = parameter_names(functions)
     turn_rows: _TurnRows = []

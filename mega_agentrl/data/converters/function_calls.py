@@ -86,15 +86,9 @@ def parse_python_call(
     expected = "a Python call with literal arguments, as f(a=1)"
     if not isinstance(text, str):
         raise row.error(field, text, expected)
-    # `literal_eval` also raises errors for unhashable keys and deep nesting.
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(node, ast.Call):
-            raise row.error(field, text, expected)
-        name = ast.unparse(node.func)
-        values = [ast.literal_eval(argument) for argument in node.args]
-        named = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
-    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as error:
+        name, values, named = read_python_call(text)
+    except ValueError as error:
         raise row.error(field, text, expected) from error
     names = parameters.get(name, ())
     if len(values) > len(names):
@@ -105,6 +99,26 @@ def parse_python_call(
             "the description of this function is missing or of another version",
         )
     return {"name": name, "arguments": dict(zip(names, values, strict=False)) | named}
+
+
+def read_python_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return name, positional and named arguments of a Python call such as `a.f(1, b="x")`.
+
+    Nothing is evaluated: arguments must be literals.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    # `literal_eval` also raises errors for unhashable keys and deep nesting.
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(node, ast.Call) or any(word.arg is None for word in node.keywords):
+            raise ValueError(f"got {text[:200]!r}, expected one call without **")
+        values = [ast.literal_eval(argument) for argument in node.args]
+        named = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
+        return ast.unparse(node.func), values, named
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"got {text[:200]!r}, expected a call with literal arguments") from error
 
 
 def parameter_names(functions: Sequence[Any]) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from mega_agentrl.data.converters.bfcl import convert_bfcl
+from mega_agentrl.data.converters.bfcl import convert_bfcl, convert_bfcl_conversations
 from mega_agentrl.data.converters.open_agentic import convert_agentic
 from mega_agentrl.data.converters.question_answering import (
     convert_arpo,
@@ -44,6 +44,7 @@ SOURCES: Mapping[str, SourceDataset] = MappingProxyType(
         "function_calling": SourceDataset(convert_xlam, has_calls=True),
         "xlam-function-calling": SourceDataset(convert_xlam, has_calls=True),
         "bfcl": SourceDataset(convert_bfcl, has_calls=True),
+        "bfcl_multi_turn": SourceDataset(convert_bfcl_conversations, has_calls=False),
         "open_agentic_tool_use": SourceDataset(convert_agentic, has_calls=True),
         "search_r1": SourceDataset(convert_search_r1, has_calls=False),
         "gsm8k": SourceDataset(convert_gsm8k, has_calls=False),

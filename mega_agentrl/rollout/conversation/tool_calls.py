@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TRUNCATION_NOTE = "... [cut]"
 """Appended to a truncated answer."""
 
+NOT_RUN = "Not run: "
+"""Beginning of the answer to a call beyond the limit of calls."""
+
 MAX_CHARS_PER_TOKEN = 64
 """Upper bound of the mean; longer answers are truncated before they are tokenized."""
 
@@ -49,7 +52,7 @@ async def run_tool_calls(
 
 def call_limit_outcome(call: ToolCall | InvalidToolCall, max_tool_calls: int) -> ToolOutcome:
     """Return the refusal of a call beyond the limit of calls."""
-    text = f"Not run: no more than {max_tool_calls} calls are allowed."
+    text = f"{NOT_RUN}no more than {max_tool_calls} calls are allowed."
     if isinstance(call, InvalidToolCall):
         return replace(_bad_call_outcome(call), answer=text)
     return ToolOutcome(tool=call.tool, status=ToolStatus.user_error, answer=text, latency_s=0.0)
