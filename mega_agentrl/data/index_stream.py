@@ -1,8 +1,8 @@
 """An endless, resumable stream of indices in a new order every epoch.
 
-Without weights every index comes exactly once per epoch, in an order that depends on (seed, epoch)
-alone. With weights, an index of weight w comes floor(w) or ceil(w) times, w on average: systematic
-sampling (Kitagawa 1996) with one offset u in [0, 1),
+Without weights every index occurs exactly once per epoch, in an order that depends only on (seed,
+epoch). With weights, an index of weight w occurs floor(w) or ceil(w) times, w on average:
+systematic sampling (Kitagawa 1996) with one offset u in [0, 1),
 
     count_i = floor(W_i + u) - floor(W_{i-1} + u),      W the cumulative sum in a random order,
 
@@ -38,7 +38,8 @@ class ShuffledIndexStream:
         Args:
             num_items: number of indices.
             seed: seed of all epochs' orders.
-            shuffle: whether to shuffle; otherwise ascending, repeating the run for weights above 1.
+            shuffle: whether to shuffle; otherwise indices ascend, in several passes if a weight is
+                above 1.
             epoch_weights_fn: weights of the indices; None gives every index once per epoch.
         """
         if num_items < 1:
@@ -74,9 +75,9 @@ class ShuffledIndexStream:
                 self._epoch += 1
                 self._position = 0
                 self._order = self._epoch_order(self._epoch)
-            part = self._order[self._position : self._position + count - len(indices)]
-            indices.extend(part)
-            self._position += len(part)
+            chunk = self._order[self._position : self._position + count - len(indices)]
+            indices.extend(chunk)
+            self._position += len(chunk)
         return indices
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class ShuffledIndexStream:
 
 
 def systematic_sample_counts(weights: Sequence[float], rng: np.random.Generator) -> np.ndarray:
-    """Draw how often each index comes, `weights` on average, by systematic sampling.
+    """Draw how often each index occurs, `weights` on average, by systematic sampling.
 
     Returns:
         [N] int64 counts.
@@ -147,8 +148,8 @@ def systematic_sample_counts(weights: Sequence[float], rng: np.random.Generator)
     weight_N = np.asarray(weights, dtype=np.float64)
     if not np.isfinite(weight_N).all() or weight_N.min() < 0 or weight_N.max() <= 0:
         raise ValueError(
-            f"weights: got {weight_N.min()} to {weight_N.max()}, expected finite ones of 0 or "
-            "more, and at least one above 0"
+            f"weights: got {weight_N.min()} to {weight_N.max()}, expected finite, "
+            "non-negative weights, at least one of them above 0"
         )
     permutation_N = rng.permutation(len(weight_N))
     cumulative_N = np.floor(np.cumsum(weight_N[permutation_N]) + rng.random()).astype(np.int64)

@@ -1,15 +1,15 @@
 """Samples training prompts from a dataset, epoch after epoch, and can be resumed.
 
-Every prompt comes once per epoch or according to its weight (`index_stream`): the weight of its
+Every prompt occurs once per epoch or according to its weight (`index_stream`): the weight of its
 file, times its learnability (`learnability_weights`) under `PromptOrder.difficulty`. A rule may
 exclude prompts from an epoch; they are skipped, and the order of the others does not change. A
 prompt that was returned is in flight until `ack` or `nack`. The state holds the position in the
 stream, the prompts in flight or requeued, the recorded accuracies, and a digest of prompt ids,
-weights and order, by which the state of another dataset is refused. It does not hold the exclusion
-rule. Methods may be called from several threads.
+weights and order, which detects the state of another dataset. It does not hold the exclusion rule.
+Methods may be called from several threads.
 
-To add an order: a member of `config.enums.PromptOrder`, its weights in `PromptSampler`, its
-properties in `tests/data/test_prompt_sampler.py`.
+To add an order, add a member to `config.enums.PromptOrder`, compute its weights in `PromptSampler`
+and test its properties in `tests/data/test_prompt_sampler.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ExclusionRule = Callable[[int], Collection[str]]
 """Maps an epoch, counted from 0, to the ids of the prompts to exclude from it."""
 
 MIN_LEARNABILITY = 0.1
-"""Minimum learnability: prompts with p = 0 or 1 still come about every tenth epoch."""
+"""Minimum learnability: prompts with p = 0 or 1 still occur about every tenth epoch."""
 
 
 def learnability_weights(base: Sequence[float], accuracies: Mapping[int, float]) -> list[float]:
@@ -46,7 +46,7 @@ def learnability_weights(base: Sequence[float], accuracies: Mapping[int, float])
     scaled so that the length of an epoch does not change. p (1 - p) is used by Rutherford et al.
     (arXiv 2408.15099) and, for language models, by Foster et al. (arXiv 2502.12272). The minimum
     brings mastered and hopeless prompts back from time to time, since p is an old estimate from
-    one group. p is that of the last visit and takes effect in the next epoch.
+    one group. p comes from the last visit and takes effect in the next epoch.
 
     Args:
         base: weight of each prompt's file.
@@ -77,7 +77,7 @@ class PromptSampler:
         Args:
             prompts: all prompts of the dataset.
             seed: seed of the order.
-            weights: how often each prompt comes per epoch; None for once.
+            weights: mean number of times that each prompt occurs per epoch; None for once.
             order: how to order and weigh the prompts.
         """
         if not prompts:
@@ -105,7 +105,7 @@ class PromptSampler:
         self._exclusion_rule: ExclusionRule | None = None
         self._epoch_exclusion: tuple[int, frozenset[str]] | None = None
         self.num_excluded = 0
-        """Number of times that a prompt was skipped so far."""
+        """Number of skipped prompts so far; a prompt counts each time."""
         ids = "\n".join(prompt.prompt_id for prompt in self._prompts)
         if not is_plain or order is not PromptOrder.shuffled:
             ids += f"\n{order} {self._weights}"
@@ -123,7 +123,7 @@ class PromptSampler:
 
     @property
     def num_epochs(self) -> float:
-        """Prompts that are done, as a number of epochs; those outstanding do not count."""
+        """Number of epochs of prompts that are done; prompts in flight or requeued are not."""
         with self._lock:
             num_outstanding = len(self._requeued) + len(self._in_flight)
             return self._stream.num_epochs - num_outstanding / self._stream.epoch_size
@@ -229,10 +229,10 @@ class PromptSampler:
         if self._exclusion_rule is None:
             return frozenset()
         if self._epoch_exclusion is None or self._epoch_exclusion[0] != epoch:
-            names = frozenset(self._exclusion_rule(epoch))
-            if all(prompt.prompt_id in names for prompt in self._prompts):
-                names = frozenset()
-            self._epoch_exclusion = (epoch, names)
+            excluded = frozenset(self._exclusion_rule(epoch))
+            if all(prompt.prompt_id in excluded for prompt in self._prompts):
+                excluded = frozenset()
+            self._epoch_exclusion = (epoch, excluded)
         return self._epoch_exclusion[1]
 
     def _remove_in_flight(self, prompts: Sequence[Prompt]) -> list[int]:

@@ -73,8 +73,8 @@ class PromptTemplate:
             line = self._error_line(error)
             raise ValueError(
                 f"data.prompt_template={self._path} line {line}, {where}: {type(error).__name__}: "
-                f"{error}; got a row with {sorted(row)}, expected one that the template can be "
-                "filled from"
+                f"{error}; got a row with {sorted(row)}, expected the columns that the template "
+                "uses"
             ) from error
         return (*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :])
 

@@ -1,6 +1,6 @@
 """Copies remote files to a local cache, one copy per version.
 
-URLs are fsspec's (`s3://`, `gs://`, `hf://`, `https://`, ...), with the credentials that the
+URLs are those of fsspec (`s3://`, `gs://`, `hf://`, `https://`, ...), with the credentials that the
 backend finds. The name of a copy contains a digest of the URL and of its version: size, entity tag
 and time stamps, whichever the store reports. A changed file is fetched anew; old copies stay until
 the user removes them. Several processes may fetch the same file: each writes a temporary file and
@@ -62,8 +62,8 @@ def fetch_to_cache(url: str, folder: Path, *, key: str) -> Path:
 
 def _download(fs: fsspec.AbstractFileSystem, path: str, target: Path) -> None:
     # Not `atomic_path`: several processes may fetch the same file, so each needs a name of its own.
-    number, partial = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
-    os.close(number)
+    fd, partial = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
+    os.close(fd)
     try:
         fs.get_file(path, partial)
         os.replace(partial, target)

@@ -147,11 +147,11 @@ def encode_prompts(
         [(prompt.messages, offered) for prompt, offered in zip(prompts, tools, strict=True)],
         key=key,
     )
-    full = [
+    encoded_prompts = [
         replace(prompt, token_ids=tuple(ids), tool_schemas=offered)
         for prompt, offered, ids in zip(prompts, tools, encoded, strict=True)
     ]
-    return _apply_length_limit(full, unencoded, codec, config, key)
+    return _apply_length_limit(encoded_prompts, unencoded, codec, config, key)
 
 
 def _run_tool_schemas(
@@ -217,7 +217,8 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
         _parse_struct(kwargs, f"{where}, tools_kwargs of {name}")
     if extra.get("need_tools_kwargs") and not tools_kwargs:
         _log.warning(
-            "%s: no tools_kwargs, expected some; index %s, data source %s",
+            "%s: need_tools_kwargs is set, but there are no tools_kwargs, so the prompt gets all "
+            "tools; index %s, data source %s",
             *(where, extra.get("index", row.row_index), source),
         )
     return Prompt(
@@ -233,7 +234,7 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
 
 
 def _apply_length_limit(
-    full: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     unencoded: Sequence[UnencodedPrompt],
     codec: ChatCodec,
     config: DataConfig,
@@ -242,39 +243,39 @@ def _apply_length_limit(
     """Drop or truncate prompts that are longer than `data.max_prompt_tokens`."""
     weights = [item.file_weight for item in unencoded]
     limit, truncation = config.max_prompt_tokens, config.truncation
-    long = [prompt for prompt in full if len(prompt.token_ids) > limit]
+    too_long = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
     drops = truncation in (Truncation.error, Truncation.drop)
-    if long and (truncation is Truncation.error or (drops and len(long) == len(full))):
-        longest = max(range(len(full)), key=lambda row: len(full[row].token_ids))
+    if too_long and (truncation is Truncation.error or (drops and len(too_long) == len(prompts))):
+        longest = max(range(len(prompts)), key=lambda row: len(prompts[row].token_ids))
         raise ValueError(
-            f"{key}: {len(long)} of {len(full)} prompts are longer than "
-            f"data.max_prompt_tokens={limit} (the longest has {len(full[longest].token_ids)} "
+            f"{key}: {len(too_long)} of {len(prompts)} prompts are longer than "
+            f"data.max_prompt_tokens={limit} (the longest has {len(prompts[longest].token_ids)} "
             f"tokens, {unencoded[longest].location}); raise it"
-            + (", or set data.truncation=drop" if len(long) < len(full) else "")
+            + (", or set data.truncation=drop" if len(too_long) < len(prompts) else "")
         )
     if drops:
-        short = [row for row, prompt in enumerate(full) if len(prompt.token_ids) <= limit]
+        short_rows = [row for row, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]
         return PromptDataset(
-            prompts=tuple(full[row] for row in short),
-            weights=tuple(weights[row] for row in short),
-            num_dropped=len(long),
+            prompts=tuple(prompts[row] for row in short_rows),
+            weights=tuple(weights[row] for row in short_rows),
+            num_dropped=len(too_long),
         )
     fitted = tuple(
         _truncate_prompt(prompt, codec, limit, truncation)
         if len(prompt.token_ids) > limit
         else prompt
-        for prompt in full
+        for prompt in prompts
     )
-    return PromptDataset(fitted, tuple(weights), num_truncated=len(long))
+    return PromptDataset(fitted, tuple(weights), num_truncated=len(too_long))
 
 
 def _truncate_prompt(
     prompt: Prompt, codec: ChatCodec, limit: int, truncation: Truncation
 ) -> Prompt:
-    without = codec.apply_chat_template(
+    ids_without = codec.apply_chat_template(
         prompt.messages, list(prompt.tool_schemas) or None, add_generation_prompt=False
     )
-    num_last = num_generation_prompt_tokens(prompt.token_ids, without)
+    num_last = num_generation_prompt_tokens(prompt.token_ids, ids_without)
     return replace(prompt, token_ids=truncate_tokens(prompt.token_ids, num_last, limit, truncation))
 
 
@@ -284,8 +285,8 @@ def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
         raise ValueError(f"{where}: got {value!r}, expected a non-empty list of chat messages")
     messages = drop_nulls(value)
     for message in messages:
-        parts = message if isinstance(message, dict) else {}
-        if not all(isinstance(parts.get(key), str) for key in ("role", "content")):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(
                 f"{where}: got message {message!r}, expected string members role and content"
             )
@@ -295,7 +296,7 @@ def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
 def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     """Return the function schemas of a cell, none for null.
 
-    They are JSON text, because parquet would merge the parameters of all functions into one type.
+    A cell is JSON text, because parquet would merge the parameters of all functions into one type.
 
     Raises:
         ValueError: the cell holds something else; the message names `where`.
@@ -377,7 +378,7 @@ def truncate_tokens(
             raise ValueError(f"data.truncation={truncation}: expected left, right or middle")
 
 
-def num_generation_prompt_tokens(token_ids: Sequence[int], without: Sequence[int]) -> int:
-    """Return the length of the generation prompt; `without`: the ids rendered without it."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, without, strict=False))
-    return len(token_ids) - sum(1 for _ in same)
+def num_generation_prompt_tokens(token_ids: Sequence[int], ids_without: Sequence[int]) -> int:
+    """Return the length of the generation prompt, given the ids with and without it."""
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, ids_without, strict=False))
+    return len(token_ids) - sum(1 for _ in shared)

@@ -119,16 +119,16 @@ def encode_demonstration(
             index += 1
             if index == len(messages) or roles[index] != "tool":
                 ids.append(codec.eos_id)
-            trained = 1
+            mask_value = 1
         elif roles[index] == "tool":
-            ids, trained = codec.encode(messages[index]["content"]), 0
+            ids, mask_value = codec.encode(messages[index]["content"]), 0
             index += 1
         else:
             stop = roles.index("assistant", index)
-            ids, trained = codec.encode_next_turn(messages[index:stop]), 0
+            ids, mask_value = codec.encode_next_turn(messages[index:stop]), 0
             index = stop
         response.extend(ids)
-        mask.extend([trained] * len(ids))
+        mask.extend([mask_value] * len(ids))
     prompt_ids = tuple(codec.apply_chat_template(messages[:start], list(tool_schemas) or None))
     return Demonstration(prompt_ids, tuple(response), tuple(mask))
 

@@ -40,7 +40,7 @@ def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[Tab
 
     Raises:
         ValueError: the file, which the configuration key `key` names, is missing or unreadable, has
-            no rows, or lacks one of `columns`. The error names the row where only one is damaged.
+            no rows, or lacks one of `columns`. The error names the row if only one row is damaged.
     """
     file = Path(path)
     if not os.path.isfile(path):
@@ -102,7 +102,7 @@ def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
                 raise ValueError(f"nested more than {MAX_DEPTH} deep")
     try:
         values: list[Any] = column.to_pylist()
-    except Exception:  # converted below, with the row
+    except Exception:  # the loop raises it with the number of the row
         for number, value in enumerate(column, start=1):
             with reading(f"{where} row {number}, column", name, expected):
                 value.as_py()

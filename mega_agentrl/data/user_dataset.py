@@ -22,13 +22,13 @@ from mega_agentrl.config.user_code import load_user_object
 
 _KEY = "data.dataset_class"
 _EXPECTED_CLASS = (
-    "a class of torch.utils.data.Dataset, or of anything else with __len__ and __getitem__ that "
-    "gives rows as mappings"
+    "a subclass of torch.utils.data.Dataset, or another class with __len__ and __getitem__, whose "
+    "items are mappings"
 )
 
 
 class DatasetTypeError(TypeError, ValueError):
-    """A row is no mapping: a `TypeError`, and a `ValueError` for the command line."""
+    """A row is not a mapping: a `TypeError`, and a `ValueError` for the command line."""
 
 
 def load_dataset_class(reference: str) -> type[Any]:
@@ -38,37 +38,37 @@ def load_dataset_class(reference: str) -> type[Any]:
         ConfigError: there is no such class, it has no `__len__` or no `__getitem__`, or it cannot
             be created with `paths` and `key`.
     """
-    found = load_user_object(reference, _KEY, _EXPECTED_CLASS)
-    if not isinstance(found, type):
-        raise ConfigError(_KEY, reference, _EXPECTED_CLASS, f"got a {type(found).__name__}")
+    dataset_class = load_user_object(reference, _KEY, _EXPECTED_CLASS)
+    if not isinstance(dataset_class, type):
+        raise ConfigError(_KEY, reference, _EXPECTED_CLASS, f"got a {type(dataset_class).__name__}")
     # A subclass has imported torch already; the preflight runs without torch.
     torch_data = sys.modules.get("torch.utils.data")
-    if torch_data is not None and issubclass(found, torch_data.IterableDataset):
+    if torch_data is not None and issubclass(dataset_class, torch_data.IterableDataset):
         cause = "got an IterableDataset, whose rows have no index"
         raise ConfigError(_KEY, reference, _EXPECTED_CLASS, cause)
-    placeholder = getattr(getattr(torch_data, "Dataset", None), "__getitem__", None)
+    abstract_getitem = getattr(getattr(torch_data, "Dataset", None), "__getitem__", None)
     missing = [
-        need
-        for need in ("__len__", "__getitem__")
-        if getattr(found, need, None) in (None, placeholder)
+        method
+        for method in ("__len__", "__getitem__")
+        if getattr(dataset_class, method, None) in (None, abstract_getitem)
     ]
     if missing:
-        cause = f"got a class ({_format_mro(found)}) without {' and '.join(missing)}"
+        cause = f"got a class ({_format_mro(dataset_class)}) without {' and '.join(missing)}"
         raise ConfigError(_KEY, reference, _EXPECTED_CLASS, cause)
-    _check_constructor(found, reference)
-    return found
+    _check_constructor(dataset_class, reference)
+    return dataset_class
 
 
 def _check_constructor(dataset_class: type[Any], reference: str) -> None:
     try:
         signature = inspect.signature(dataset_class)
     except ValueError:
-        return  # a compiled class may have none to read
+        return  # compiled classes may not have a readable signature
     try:
         signature.bind(paths=[], key="")
     except TypeError as error:
         cause = f"its arguments are {signature}: {error}"
-        expected = f"{_EXPECTED_CLASS}, and that is created with paths and key"
+        expected = f"{_EXPECTED_CLASS}; its constructor takes paths and key"
         raise ConfigError(_KEY, reference, expected, cause) from error
 
 
@@ -79,7 +79,7 @@ def iter_user_rows(
 
     Raises:
         ValueError: the dataset is empty.
-        DatasetTypeError: a row is no mapping.
+        DatasetTypeError: a row is not a mapping.
     """
     dataset = dataset_class(paths=list(paths), key=key)
     where = f"{key}, data.dataset_class={dataset_class.__module__}:{dataset_class.__qualname__}"

@@ -39,7 +39,7 @@ def write_calls_dataset(folder: Path, settings: TaskSettings) -> None:
     )
     content = TaskContent(
         rows={
-            split: [make_calls_row(one, i, split) for i, one in enumerate(requests[split])]
+            split: [make_calls_row(request, i, split) for i, request in enumerate(requests[split])]
             for split in Split
         },
         demonstrations=demonstrations,

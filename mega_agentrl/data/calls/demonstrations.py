@@ -1,9 +1,9 @@
 """Demonstrations for the warm start: about half read the request, half guess.
 
-Who reads thinks of each requested function and of its parameter, or of `none` if the function is
-not on offer, and makes the calls. A guess calls a function of the catalogue with a random value,
-which is almost always wrong. A model trained on both can do either; RL then teaches it to read,
-which shows in the reward.
+An answer that reads the request first names each requested function and its parameter, or `none` if
+the function is not on offer, and then makes the calls. A guess calls a function of the catalogue
+with a random value, which is almost always wrong. A model trained on both can do either; RL then
+teaches it to read, which shows in the reward.
 
 Calls are written as the Hermes protocol reads them, one block each. The chat template shows a
 function as `Bako count: integer`, and every name has the same tokens in the catalogue, in the
@@ -58,7 +58,7 @@ VOCABULARY = TaskVocabulary(
 
 
 def format_tools(catalogue: Sequence[Function]) -> str:
-    """Return the catalogue as the column `tools` holds it."""
+    """Return the catalogue as JSON text for the column `tools`."""
     return json.dumps([function.schema for function in catalogue])
 
 

@@ -1,7 +1,7 @@
 """Functions of the function-calling task, each with one typed parameter, and their schemas.
 
-A function is named like an entity of `entity_splits`, so that training never shows the name of a
-held-out function, though it knows the syllables. Its parameter is drawn anew for every catalogue
+A function is named like an entity of `entity_splits`, so that training shows the syllables of a
+held-out function's name, but never the name. Its parameter is drawn anew for every catalogue
 and named after its type: a tiny model learns within minutes to copy names and values and to write
 what a type needs, but not to look up an arbitrary name in the catalogue.
 """
@@ -49,7 +49,7 @@ class Function:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema as chat templates take it."""
+        """The schema in the form that chat templates take."""
         properties = {self.parameter: {"type": str(self.parameter_type)}}
         return {
             "type": "function",

@@ -4,9 +4,9 @@
 * `parallel`: calls of two functions, one a line: `Bako with "warm"` and `Dumi with no`.
 * `none`: a function that the catalogue lacks; no call is right.
 
-A catalogue has `CATALOGUE_SIZE` functions in random order: those that are called, and distractors.
+A catalogue has `CATALOGUE_SIZE` functions in random order: requested ones, and distractors.
 The names in a request and its catalogue share no syllable, so that each token of a name says which
-function it is. Truth values are `yes` and `no`. All functions are of the split of the request.
+function it is. Truth values are `yes` and `no`. All functions belong to the split of the request.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Request:
     requested: tuple[Function, ...]
     """The functions that the text names, offered or not."""
     calls: tuple[Call, ...]
-    """The calls that are right, in any order."""
+    """The expected calls, in any order."""
 
     @property
     def data_source(self) -> str:
@@ -91,8 +91,8 @@ def make_requests(
         requests.setdefault(request.text, request)
     if len(requests) < num_requests:
         raise ValueError(
-            f"{split} requests: num_requests={num_requests}: found {len(requests)} different ones, "
-            "expected fewer to be asked for: the split has no more functions and values"
+            f"{split} requests: num_requests={num_requests}: found only {len(requests)} different "
+            "ones; probable cause: the split has too few functions and values"
         )
     shuffled = list(requests.values())
     rng.shuffle(shuffled)

@@ -13,8 +13,8 @@ A single-turn question becomes one RL row, `turns=single_turn`, whose ground tru
 accepted answer. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index
 `id/turn`: the prompt holds the earlier turns with the calls expected there, and the ground truth is
 this turn's calls. The results of those calls are not in the data, so the prompt lacks them, and
-BFCL's own check of the resulting state is not done: conversations have it. A turn without a message
-is one where BFCL offers a function that it held back (`missed_function`).
+BFCL's own check of the resulting state is not done here, but in conversations. In a turn without a
+message, BFCL offers a function that it held back before (`missed_function`).
 
 The possible answers of a question are expanded into lists of calls. BFCL gives a list of accepted
 values for every argument, with the empty text if the argument may be omitted:
@@ -266,8 +266,8 @@ def _join_by_id(rows: Sequence[SourceRow]) -> tuple[list[SourceRow], dict[str, l
     for place, row in enumerate(rows):
         if "id" not in row.values and {"name", "parameters"} <= row.values.keys():
             row.get_text("name")
-            shown = {key: row.values.get(key) for key in ("name", "description", "parameters")}
-            documents.setdefault(Path(row.file).stem, []).append(shown)
+            function = {key: row.values.get(key) for key in ("name", "description", "parameters")}
+            documents.setdefault(Path(row.file).stem, []).append(function)
             continue
         rows_by_id = questions if "question" in row.values else answers
         name = f"unnamed_{place}" if row.values.get("id") is None else row.get_text("id")
@@ -327,13 +327,13 @@ def _available_functions(row: SourceRow, documents: Mapping[str, list[Any]]) -> 
         given = row.values.get(name)
         if given is not None:
             parsed = row.get_json(name)
-            listed = [parsed] if isinstance(parsed, dict) else row.get_list(name)
-            if not all(isinstance(item, dict) for item in listed):
-                raise row.error(name, listed, "descriptions of functions, each an object")
-            return listed
+            descriptions = [parsed] if isinstance(parsed, dict) else row.get_list(name)
+            if not all(isinstance(item, dict) for item in descriptions):
+                raise row.error(name, descriptions, "descriptions of functions, each an object")
+            return descriptions
     functions: list[Any] = []
     hidden = set(row.get_strings("excluded_function"))
-    row.get("involved_classes")
+    row.get("involved_classes")  # raises an error if it is missing
     for involved in row.get_strings("involved_classes"):
         file = FUNCTION_FILES.get(involved, involved)
         if file not in documents:
@@ -348,7 +348,7 @@ def _available_functions(row: SourceRow, documents: Mapping[str, list[Any]]) -> 
 
 
 def _functions_at_turn(functions: list[Any], row: SourceRow, turn: int) -> list[Any]:
-    """Return the functions of a turn without those that are held back until a later one."""
+    """Return the functions of a turn without those that are held back until a later turn."""
     held_back = row.get_json("missed_function") if row.values.get("missed_function") else {}
     if not isinstance(held_back, dict) or not all(
         start.isdecimal() and isinstance(names, list) for start, names in held_back.items()

@@ -52,7 +52,7 @@ def parse_json_call(value: Any, row: SourceRow, field: str) -> dict[str, Any]:
     """Convert one call from any JSON form to `{"name": ..., "arguments": {...}}`.
 
     Raises:
-        ValueError: the value is no call; the message names row and field.
+        ValueError: the value is not a call; the message names row and field.
     """
     call = value.get("function") if isinstance(value, dict) else None
     call = call if isinstance(call, dict) else value
@@ -81,7 +81,7 @@ def parse_python_call(
     in error messages.
 
     Raises:
-        ValueError: the text is no call with literal arguments.
+        ValueError: the text is not a call with literal arguments.
     """
     expected = "a Python call with literal arguments, as f(a=1)"
     if not isinstance(text, str):

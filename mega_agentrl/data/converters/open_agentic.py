@@ -57,10 +57,10 @@ def convert_agentic(rows: Sequence[SourceRow], data_source: str) -> ConversionRe
     """Convert all conversations; raise `ValueError` naming row and field for malformed ones."""
     if rows and "query" in rows[0].values:
         return convert_xlam(rows, data_source)
-    seen: set[str] = set()
+    row_ids: set[str] = set()
     result = ConversionResult([])
     for place, row in enumerate(rows):
-        name = unique_row_id(row, place, seen)
+        name = unique_row_id(row, place, row_ids)
         answer_rows = _conversation_rows(row, name, data_source, result.notes)
         result.notes[_NOTE_NO_CALLS] += not answer_rows
         result.rows.extend(answer_rows)
@@ -105,8 +105,8 @@ def _role_and_text(message: Any, row: SourceRow, field: str) -> tuple[str, str]:
     """Return the normalised role, `call` for a message of calls, and the content."""
     if not isinstance(message, dict):
         raise row.error(field, message, "a message, with role and content or from and value")
-    given = message.get("role", message.get("from"))
-    if not isinstance(given, str) or given not in _ROLES:
+    source_role = message.get("role", message.get("from"))
+    if not isinstance(source_role, str) or source_role not in _ROLES:
         raise row.error(field, message, f"a role, one of {', '.join(_ROLES)}")
     content = message.get("content", message.get("value"))
     if content is None and message.get("tool_calls"):
@@ -115,7 +115,7 @@ def _role_and_text(message: Any, row: SourceRow, field: str) -> tuple[str, str]:
         content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str):
         raise row.error(field, message, "a message whose content is text")
-    return _ROLES[given], content
+    return _ROLES[source_role], content
 
 
 def _message_calls(
@@ -124,10 +124,10 @@ def _message_calls(
     """Return the calls of an assistant message, [] for any other message."""
     if role not in ("assistant", "call"):
         return []
-    given = message.get("tool_calls")
+    raw_calls = message.get("tool_calls")
     text = _REASONING.sub("", text)
-    if given:
-        calls = _parse_call_json(given, row, field) if isinstance(given, str) else given
+    if raw_calls:
+        calls = _parse_call_json(raw_calls, row, field) if isinstance(raw_calls, str) else raw_calls
     elif _TOOL_CALL_TAG.search(text):
         calls = [_parse_call_json(piece, row, field) for piece in _TOOL_CALL_TAG.findall(text)]
     elif role == "call":

@@ -1,8 +1,9 @@
 r"""Converts question-answer data sets: Search-R1, GSM8K, and ARPO's own parquet.
 
-Search-R1 has `question` and `golden_answers`, of which any one counts, and is offered the tool
-`search`. GSM8K has `question` and an `answer` that ends with `#### 18`; the number is the ground
-truth, also for the tool `gsm8k`. Both get a system message that asks for ARPO's answer format.
+Search-R1 rows have `question` and `golden_answers`, any of which is correct; their prompts offer
+the tool `search`. GSM8K rows have `question` and an `answer` that ends with `#### 18`; the number
+is the ground truth, also for the tool `gsm8k`. Both get a system message that asks for ARPO's
+answer format.
 
 ARPO's parquet is in the RL format already. Its system prompts contain a backspace character where
 the `\b` of `\boxed` was meant; each one is repaired and counted. Its indices come from the original
@@ -38,11 +39,11 @@ def convert_search_r1(rows: Sequence[SourceRow], data_source: str) -> Conversion
 
     Rows of the training set have their answers in `reward_model.ground_truth.target`.
     """
-    seen: dict[str, set[str]] = {}
+    row_ids: dict[str, set[str]] = {}
     converted = []
     for place, row in enumerate(rows):
         source = _data_source(row, data_source)
-        index = unique_row_id(row, place, seen.setdefault(source, set()))
+        index = unique_row_id(row, place, row_ids.setdefault(source, set()))
         converted.append(
             make_rl_row(
                 data_source=source,
@@ -57,7 +58,7 @@ def convert_search_r1(rows: Sequence[SourceRow], data_source: str) -> Conversion
 
 def convert_gsm8k(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert GSM8K rows; `tools_kwargs` hold the answer for the tool `gsm8k`."""
-    seen: set[str] = set()
+    row_ids: set[str] = set()
     converted = []
     for place, row in enumerate(rows):
         answer = row.get_text("answer")
@@ -71,7 +72,7 @@ def convert_gsm8k(rows: Sequence[SourceRow], data_source: str) -> ConversionResu
                 ground_truth=number,
                 ability="math",
                 extra_info={
-                    "index": unique_row_id(row, place, seen),
+                    "index": unique_row_id(row, place, row_ids),
                     "need_tools_kwargs": True,
                     "tools_kwargs": {"gsm8k": {"create_kwargs": {"ground_truth": number}}},
                 },
@@ -90,10 +91,10 @@ def convert_arpo(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
     converted = []
     for place, (row, truth) in enumerate(zip(rows, truths, strict=True)):
         messages = _prompt_messages(row)
-        num_lost = sum(message["content"].count(BACKSPACE) for message in messages)
-        if num_lost:
+        num_backspaces = sum(message["content"].count(BACKSPACE) for message in messages)
+        if num_backspaces:
             notes["rows with repaired backspace characters"] += 1
-            notes["backspace characters replaced by \\b"] += num_lost
+            notes["backspace characters replaced by \\b"] += num_backspaces
         extra = _arpo_extra_info(row)
         converted.append(
             make_rl_row(

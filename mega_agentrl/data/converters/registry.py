@@ -4,7 +4,7 @@ The name of a source becomes the `data_source` of its rows, by which rewards are
 rows have names of their own (Search-R1, ARPO). Files are read and written by `file_io`; the command
 line is `tools/convert_data.py`.
 
-To add one:
+To add a data set:
 
 1. Write a function from source rows to a `ConversionResult` in a new file here, as in `xlam`.
 2. Add it to `SOURCES`, whose names are the choices of `--source`.
@@ -34,7 +34,7 @@ class SourceDataset:
     """A data set that can be converted."""
 
     convert: Callable[[Sequence[SourceRow], str], ConversionResult]
-    """Converts rows, given the name of the source."""
+    """Converts rows; the second argument is the name of the source."""
     has_calls: bool
     """Whether the ground truths are function calls."""
 

@@ -73,7 +73,7 @@ class SourceRow:
         return value or {}
 
     def get_json(self, name: str) -> Any:
-        """Return the parsed JSON text, or another value without null members of structs."""
+        """Return the field parsed from JSON text, or, if it is not text, without null members."""
         value = self.get(name)
         if not isinstance(value, str):
             return drop_nulls(value)
@@ -112,17 +112,17 @@ def make_rl_row(
     }
 
 
-def unique_row_id(row: SourceRow, place: int, seen: set[str]) -> str:
+def unique_row_id(row: SourceRow, place: int, row_ids: set[str]) -> str:
     """Return the row's `id`, or `place` if it has none, and add it to `seen`.
 
     Raises:
         ValueError: the id has occurred before.
     """
-    given = row.values.get("id")
-    index = str(place if given is None else given)
-    if index in seen:
+    row_id = row.values.get("id")
+    index = str(place if row_id is None else row_id)
+    if index in row_ids:
         raise row.error("id", index, "a unique id", "a file was given twice, or two splits")
-    seen.add(index)
+    row_ids.add(index)
     return index
 
 

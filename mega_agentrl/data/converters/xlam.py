@@ -19,7 +19,7 @@ from mega_agentrl.data.converters.source_row import (
 
 def convert_xlam(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert all rows; raise `ValueError` naming row and field for malformed ones."""
-    seen: set[str] = set()
+    row_ids: set[str] = set()
     converted = []
     for place, row in enumerate(rows):
         answers = [parse_json_call(value, row, "answers") for value in row.get_list("answers")]
@@ -32,7 +32,7 @@ def convert_xlam(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
                 ),
                 ground_truth=format_calls_json(answers, row, "answers"),
                 ability="function_calling",
-                extra_info={"index": unique_row_id(row, place, seen), "num_calls": len(answers)},
+                extra_info={"index": unique_row_id(row, place, row_ids), "num_calls": len(answers)},
             )
         )
     return ConversionResult(converted)

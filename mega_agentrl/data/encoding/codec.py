@@ -73,8 +73,8 @@ class ChatTemplate:
         replaced, text_by_placeholder = self._replace_special_tokens(messages)
         text = self._render((*_BASE_CONVERSATION, *replaced), None, add_generation_prompt=True)
         eos = str(self._tokenizer.eos_token)
-        _, found, tail = text.partition(_SENTINEL)
-        if not found or eos not in tail:
+        _, sentinel, tail = text.partition(_SENTINEL)
+        if not sentinel or eos not in tail:
             raise ValueError(
                 "chat template: cannot append a turn, expected it to render the assistant's "
                 f"text, followed by {eos!r}, before a message of role "
@@ -186,8 +186,8 @@ class HFCodec:
 
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
-        found = self._tokenizer.get_added_vocab().get(text)
-        return None if found is None else int(found)
+        token_id = self._tokenizer.get_added_vocab().get(text)
+        return None if token_id is None else int(token_id)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of exactly this text; special tokens in it become plain text."""
@@ -245,8 +245,8 @@ def _replace_lone_surrogates(text: str) -> str:
 def _load_tokenizer(folder: Path) -> Any:
     """Load the tokenizer, without `AutoTokenizer` for known classes.
 
-    `AutoTokenizer` imports torch and model classes, which takes several seconds and which the
-    tokenizers do not need.
+    `AutoTokenizer` imports torch and model classes, which the tokenizers do not need and which
+    takes several seconds.
     """
     # The modules of transformers are imported on first use, so this import alone is fast.
     import transformers

@@ -1,7 +1,7 @@
 """Finds and checks the token ids of the chain-of-thought markers (`algo.egpo.cot_markers`).
 
-The ids are searched for in sampled responses (`algo.egpo.cot_mask`), so they must be the ids that
-the policy samples, which are assumed to be the tokenizer's:
+`algo.egpo.cot_mask` searches sampled responses for the ids, so they must be the ids that the policy
+samples. The policy is assumed to sample a marker as the tokenizer encodes it:
 
 * A marker that is an added or special token is that token in any context.
 * Any other marker is several tokens or one merged token, which its neighbours may change: in many
@@ -52,17 +52,17 @@ def _marker_ids(codec: HFCodec, text: str) -> tuple[int, ...]:
     ids = tuple(codec.encode(text))
     if not ids or codec.decode(ids) != text:
         raise ValueError(
-            f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)}, which read "
-            f"{codec.decode(ids)!r}; expected tokens that read the same; probable cause: a "
-            f"tokenizer that lacks some of its characters{REMEDY}"
+            f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)}, which decode to "
+            f"{codec.decode(ids)!r}; expected the same text; probable cause: a tokenizer "
+            f"that lacks some of its characters{REMEDY}"
         )
     for before, after in product(LEFT_CONTEXTS, RIGHT_CONTEXTS):
         if not _occurs_in_context(codec, before, text, after, ids):
             raise ValueError(
-                f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)} alone, and others "
-                f"in {before + text + after!r}; expected the same in any context, so that it is "
-                "found in a response; probable cause: the tokenizer merges its ends with the text "
-                f"beside it{REMEDY}"
+                f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)} alone, but "
+                f"other tokens in {before + text + after!r}; expected the same tokens in any "
+                "context, so that the marker is found in a response; probable cause: the "
+                f"tokenizer merges its ends with the text beside it{REMEDY}"
             )
     return ids
 
@@ -72,9 +72,9 @@ def _occurs_in_context(
 ) -> bool:
     """Return whether the ids occur exactly at the marker's position."""
     context_ids = codec.encode(before + text + after)
-    stops = range(len(context_ids) - len(ids) + 1)
+    starts = range(len(context_ids) - len(ids) + 1)
     return any(
-        tuple(context_ids[stop : stop + len(ids)]) == ids
-        and codec.decode(context_ids[:stop]) == before
-        for stop in stops
+        tuple(context_ids[start : start + len(ids)]) == ids
+        and codec.decode(context_ids[:start]) == before
+        for start in starts
     )

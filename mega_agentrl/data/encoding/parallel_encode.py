@@ -48,8 +48,8 @@ def encode_conversations(
     """Return the token ids of each conversation with its generation prompt.
 
     Args:
-        codec: the tokenizer and chat template; worker processes recreate it from its `folder`, and
-            without one all conversations are encoded here.
+        codec: the tokenizer and chat template; worker processes recreate it from its `folder`; a
+            codec without a folder encodes all conversations in this process.
         conversations: messages with tool schemas.
         key: configuration key of the conversations, for error messages.
         min_rows: number of conversations from which several processes are used.
@@ -64,22 +64,22 @@ def encode_conversations(
     pool = WorkerPool(num_workers, _TIMEOUT_S)
     try:
         pool.start()
-        answers = [
+        futures = [
             pool.submit(_WORKER_FUNCTION, {"folder": folder, "chunk": chunk})
             for chunk in _iter_chunks(conversations)
         ]
-        return [ids for answer in answers for ids in answer.result()]
+        return [ids for future in futures for ids in future.result()]
     except WorkerCallError as error:
         raise ValueError(
             f"{key}: a worker process failed to tokenize its prompts: {error}; probable cause: a "
-            "chat template that takes other messages, or too little memory"
+            "chat template that rejects the messages, or too little memory"
         ) from error
     finally:
         pool.close()
 
 
 def encode_chunk(folder: str, chunk: Sequence[ConversationWithTools]) -> list[list[int]]:
-    """Tokenize a chunk in a worker process; `folder` is the tokenizer's."""
+    """Tokenize a chunk in a worker process, with the tokenizer in `folder`."""
     codec = _load_codec(folder)
     return [_encode_conversation(codec, messages, schemas) for messages, schemas in chunk]
 

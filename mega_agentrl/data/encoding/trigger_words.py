@@ -29,7 +29,7 @@ DEFAULT_WORDS = frozenset(
         # Doubt and correction.
         "wait hmm hm oops actually no not but however though although unless maybe perhaps "
         "possibly probably unsure uncertain wrong mistake error incorrect "
-        # Another way.
+        # Alternatives.
         "alternatively alternative instead otherwise another else or rather either "
         # Conclusion.
         "so thus therefore hence consequently then because since as given means implies follows "
@@ -70,15 +70,15 @@ def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> 
     Raises:
         ValueError: no token is one of the words, which the configuration key `key` sets.
     """
-    found = frozenset(
+    token_ids = frozenset(
         token_id
         for token_id in range(codec.vocab_size)
         if normalize_trigger_token(codec.decode([token_id])) in words
     )
-    if not found:
+    if not token_ids:
         raise ValueError(
             f"{key}: none of its {len(words)} words is a token of the model's vocabulary, expected "
             "at least one, because no window is counted otherwise; probable cause: words of "
             "another language, or several words on a line"
         )
-    return found
+    return token_ids

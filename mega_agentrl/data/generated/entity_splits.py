@@ -2,9 +2,9 @@
 
 Names are composed of a fixed inventory of syllables, each of which is one token: entities such as
 `Bako` from `ENTITY_PREFIXES` x `ENTITY_SUFFIXES`, values such as `Tirok` from `VALUE_PREFIXES` x
-`VALUE_SUFFIXES`. A name that training never showed still consists of known tokens, so that copying
-it is a skill rather than memory. The two inventories share no name, so that a search for an entity
-never matches a value.
+`VALUE_SUFFIXES`. A name that training never showed still consists of known tokens, so that a model
+that has learned to copy names can copy it. The two inventories share no name, so that a search for
+an entity never matches a value.
 
 Operands are the two-digit numbers from 32 on, all of whose products have four digits. Entities and
 operands are assigned to the splits without overlap.
@@ -70,10 +70,10 @@ def make_split_inventories(seed: int) -> dict[Split, SplitInventory]:
 
 def _split_items(items: tuple[ItemT, ...], rng: random.Random) -> dict[Split, tuple[ItemT, ...]]:
     shuffled = rng.sample(items, len(items))
-    parts: dict[Split, tuple[ItemT, ...]] = {}
+    by_split: dict[Split, tuple[ItemT, ...]] = {}
     start = 0
     for split in Split:
         stop = start + round(len(items) * _SPLIT_FRACTIONS[split])
-        parts[split] = tuple(shuffled[start : len(items) if split is Split.validation else stop])
+        by_split[split] = tuple(shuffled[start : len(items) if split is Split.validation else stop])
         start = stop
-    return parts
+    return by_split

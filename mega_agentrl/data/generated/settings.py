@@ -26,18 +26,18 @@ class GeneratedTask(StrEnum):
     calls = "calls"
     """Requests that need one function call, several, or none (`data.calls`)."""
     orders = "orders"
-    """A game of questions to a simulated customer, and an order (`data.orders`)."""
+    """A game: questions to a simulated customer, then an order (`data.orders`)."""
 
     @property
     def output_files(self) -> tuple[str, ...]:
         """Files of the task's folder, without the stamp."""
-        own_files = {
+        task_files = {
             GeneratedTask.toolqa: ("corpus.jsonl",),
             GeneratedTask.calls: (),
             GeneratedTask.orders: ("interaction.yaml",),
         }
         return (
-            *own_files[self],
+            *task_files[self],
             "demonstrations.parquet",
             "dev.parquet",
             "train.parquet",
@@ -89,10 +89,10 @@ def is_written(folder: Path, settings: TaskSettings) -> bool:
     if not path.is_file() or not all((folder / name).is_file() for name in files):
         return False
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        stamp = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:
         return False
-    return bool(found == _stamp_content(settings))
+    return bool(stamp == _stamp_content(settings))
 
 
 def write_stamp(folder: Path, settings: TaskSettings) -> None:

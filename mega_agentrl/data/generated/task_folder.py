@@ -1,8 +1,8 @@
 """Writes the folder of a generated task: data in the RL format, demonstrations and a tiny model.
 
-`model/` (a small random Qwen3 with its tokenizer), `train.parquet`, `dev.parquet`,
-`validation.parquet`, `demonstrations.parquet`, and finally the stamp (`settings`). A task may have
-written further files before.
+The writer creates `train.parquet`, `dev.parquet`, `validation.parquet`, `demonstrations.parquet`,
+`model/` (a small random Qwen3 with its tokenizer), and finally the stamp (`settings`). A task
+writes its further files before that.
 """
 
 from __future__ import annotations

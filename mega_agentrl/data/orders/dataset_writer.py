@@ -1,6 +1,7 @@
 """Writes all input of the order game's run into one folder (`task_folder`).
 
-Besides the files of every generated task, `interaction.yaml`, which names the customer.
+Besides the files of every generated task, the folder gets `interaction.yaml`, which names the class
+of the simulated customer.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def write_orders_dataset(folder: Path, settings: TaskSettings) -> None:
     )
     content = TaskContent(
         rows={
-            split: [make_orders_row(one, i, split) for i, one in enumerate(orders[split])]
+            split: [make_orders_row(order, i, split) for i, order in enumerate(orders[split])]
             for split in Split
         },
         demonstrations=[{"messages": messages} for messages in demonstrations],
@@ -46,7 +47,7 @@ def write_orders_dataset(folder: Path, settings: TaskSettings) -> None:
 
 
 def make_orders_row(order: Order, index: int, split: Split) -> dict[str, Any]:
-    """Return an order as a row of the RL format, with what its customer knows."""
+    """Return an order as a row of the RL format, with the values that its customer knows."""
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": order.greeting}],

@@ -1,9 +1,9 @@
-"""Demonstrations for the warm start: about half of the questions are about any attribute.
+"""Demonstrations for the warm start: about half of the questions ask for a random attribute.
 
-The other half are about the wanted attribute whose turn it is. An order has the values that the
-customer told, and random ones for wanted attributes that were never asked for, which is almost
-always wrong. A model trained on both can do either; RL then teaches it to ask for what is wanted,
-which shows in the reward.
+The other half ask for the next wanted attribute. An order has the values that the customer gave,
+and random values for wanted attributes that were not asked for, which are almost always wrong. A
+model trained on both can do either; RL then teaches it to ask for what is wanted, which shows in
+the reward.
 """
 
 from __future__ import annotations
@@ -51,31 +51,31 @@ def make_demonstrations(
     demonstrations: list[list[Message]] = []
     while len(demonstrations) < num_demonstrations:
         for order in rng.sample(orders, len(orders)):
-            questions_wander = [rng.random() < 0.5 for _ in range(NUM_WANTED)]
-            demonstrations.append(make_demonstration(order, questions_wander, rng))
+            are_random_questions = [rng.random() < 0.5 for _ in range(NUM_WANTED)]
+            demonstrations.append(make_demonstration(order, are_random_questions, rng))
     return demonstrations[:num_demonstrations]
 
 
 def make_demonstration(
-    order: Order, questions_wander: Sequence[bool], rng: random.Random
+    order: Order, are_random_questions: Sequence[bool], rng: random.Random
 ) -> list[Message]:
-    """Return a game in which some questions are about any attribute."""
+    """Return a game in which the marked questions ask for a random attribute."""
     messages = [
         _user(order.greeting),
         _assistant(rng.choice(GREETINGS)),
         _user(format_request(order.wanted)),
     ]
     known: dict[str, str] = {}
-    plan = zip(QUESTION_THOUGHTS, order.wanted, questions_wander, strict=True)
-    for thought, attribute, wanders in plan:
-        if wanders:
+    plan = zip(QUESTION_THOUGHTS, order.wanted, are_random_questions, strict=True)
+    for thought, attribute, is_random in plan:
+        if is_random:
             thought, attribute = "any", rng.choice(ATTRIBUTES)
         known[attribute] = order.values[attribute]
-        messages.append(_thoughtful(thought, format_question(attribute)))
+        messages.append(_assistant_with_thought(thought, format_question(attribute)))
         messages.append(_user(format_value(attribute, order.values[attribute])))
     thought = "known" if known.keys() >= set(order.wanted) else "guess"
-    values = {one: known.get(one) or rng.choice(value_names()) for one in order.wanted}
-    return [*messages, _thoughtful(thought, format_order(values))]
+    values = {wanted: known.get(wanted) or rng.choice(value_names()) for wanted in order.wanted}
+    return [*messages, _assistant_with_thought(thought, format_order(values))]
 
 
 def _user(text: str) -> Message:
@@ -86,5 +86,5 @@ def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _thoughtful(thought: str, text: str) -> Message:
+def _assistant_with_thought(thought: str, text: str) -> Message:
     return _assistant(f"<think> {thought} </think> {text}")

@@ -13,10 +13,10 @@ is asked for, wanted or not:
     user       brand=Lamok
     assistant  <think> known </think> order street=Tirok brand=Lamok
 
-The order is right if it has all wanted attributes with their values. The greeting does not matter,
-and a question about another attribute cannot be made good, since the customer answers no more than
-`NUM_WANTED` questions. Values are drawn from all of `value_names` in every split: games are held
-out, not names.
+The order is right if it has all wanted attributes with their values. The greeting does not matter.
+A question about another attribute is wasted, since the customer answers only `NUM_WANTED`
+questions. Values are drawn from all of `value_names` in every split: the held-out splits have new
+games, not new names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Order:
     """The task of one game: a customer, the wanted attributes, and the answers to questions."""
 
     customer: int
-    """Number of the customer, which does not matter."""
+    """Number of the customer, which does not affect the reward."""
     values: Mapping[str, str]
     """Value of each attribute."""
     wanted: tuple[str, ...]
@@ -93,12 +93,12 @@ def format_order(values: Mapping[str, str]) -> str:
 
 
 def parse_question(message: str) -> str | None:
-    """Return the attribute that a message ends with a question about, or None."""
+    """Return the attribute that the end of a message asks for, or None."""
     match = _QUESTION.search(message)
     return match[1] if match else None
 
 
 def parse_order(message: str) -> dict[str, str] | None:
-    """Return the values that a message ends with an order of, or None."""
+    """Return the values that the end of a message orders, or None."""
     match = _ORDER.search(message)
     return dict(item.split("=") for item in match[1].split()) if match else None

@@ -1,6 +1,7 @@
 """Writes all input of the smoke run into one folder.
 
-Besides the files of every generated task (`task_folder`), `corpus.jsonl` with the facts.
+Besides the files of every generated task (`task_folder`), the folder gets `corpus.jsonl` with the
+facts.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def write_toolqa_dataset(folder: Path, settings: TaskSettings) -> None:
     )
     content = TaskContent(
         rows={
-            split: [make_toolqa_row(one, i, split) for i, one in enumerate(questions[split])]
+            split: [
+                make_toolqa_row(question, i, split) for i, question in enumerate(questions[split])
+            ]
             for split in Split
         },
         demonstrations=[{"messages": messages} for messages in demonstrations],

@@ -63,12 +63,12 @@ def make_demonstrations(
 def make_tool_demonstration(question: Question) -> list[Message]:
     """Return a conversation that calls the tools and gives the true answer."""
     messages: list[Message] = [{"role": "user", "content": question.text}]
-    before = f"<think> {THOUGHT_BY_TOOL[question.calls[0].tool]} </think>"
+    thought = f"<think> {THOUGHT_BY_TOOL[question.calls[0].tool]} </think>"
     for call in question.calls:
-        text = f"{before} <{call.tool}> {call.text} </{call.tool}>"
+        text = f"{thought} <{call.tool}> {call.text} </{call.tool}>"
         messages.append({"role": "assistant", "content": text})
         messages.append({"role": "tool", "content": format_tool_result(call.result)})
-        before = ""
+        thought = ""
     messages.append({"role": "assistant", "content": _format_final_answer(question.answer)})
     return messages
 
@@ -78,8 +78,8 @@ def make_guess_demonstration(question: Question, rng: random.Random) -> list[Mes
     if question.kind is QuestionKind.search:
         answer = rng.choice(value_names())
     else:
-        near = round(int(question.answer) * rng.uniform(0.8, 1.25))
-        answer = str(min(9999, max(1000, near)))
+        guess = round(int(question.answer) * rng.uniform(0.8, 1.25))
+        answer = str(min(9999, max(1000, guess)))
     text = f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
     return [
         {"role": "user", "content": question.text},

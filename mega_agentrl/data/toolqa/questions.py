@@ -128,13 +128,13 @@ def make_questions(
     pools = {kind: list(_iter_questions(kind, inventory, facts)) for kind in QuestionKind}
     questions: list[Question] = []
     for place, kind in enumerate(QuestionKind):
-        wanted = (num_questions + len(QuestionKind) - 1 - place) // len(QuestionKind)
-        if wanted > len(pools[kind]):
+        count = (num_questions + len(QuestionKind) - 1 - place) // len(QuestionKind)
+        if count > len(pools[kind]):
             raise ValueError(
-                f"{split} questions: num_questions={num_questions} needs {wanted} of kind {kind}, "
+                f"{split} questions: num_questions={num_questions} needs {count} of kind {kind}, "
                 f"expected at most {len(pools[kind])}: the split has no more names and numbers"
             )
-        questions.extend(rng.sample(pools[kind], wanted))
+        questions.extend(rng.sample(pools[kind], count))
     rng.shuffle(questions)
     return questions
 
