@@ -20,7 +20,7 @@ MetricSeries = list[tuple[int, float]]
 """Pairs of step and value, in ascending order of steps."""
 
 FIRST_FAILURE_METRIC = "rollout/first_failure"
-"""Text of a line: why its first failed trajectory failed; left out if none did."""
+"""Metric whose value is text: why the first failed trajectory of the step failed."""
 
 VALIDATION_METRICS = ("sampled/reward", "greedy/reward")
 """Metrics that mark a line as an evaluation on held-out prompts."""
@@ -58,8 +58,8 @@ class MetricLog:
 
     def lines_of_stage(self, stage: str) -> list[MetricLine]:
         """Return the lines of a stage in order of steps."""
-        found = [line for line in self.lines if line.stage == stage]
-        return sorted(found, key=lambda line: line.step)
+        lines = [line for line in self.lines if line.stage == stage]
+        return sorted(lines, key=lambda line: line.step)
 
     def series(self, stage: str, name: str) -> MetricSeries:
         """Return the values of a metric by step."""
@@ -72,10 +72,10 @@ class MetricLog:
     def metric_names(self, stage: str) -> list[str]:
         """Return the metric names of a stage in order of first appearance."""
         if stage not in self._names:
-            found = dict.fromkeys(
+            names = dict.fromkeys(
                 name for line in self.lines_of_stage(stage) for name in line.values
             )
-            self._names[stage] = list(found)
+            self._names[stage] = list(names)
         return self._names[stage]
 
     def validation_lines(self) -> list[MetricLine]:
@@ -93,7 +93,7 @@ def read_metrics(path: Path) -> MetricLog:
 
 def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
     """Parse lines of JSON."""
-    found: dict[tuple[str, int], MetricLine] = {}
+    line_by_step: dict[tuple[str, int], MetricLine] = {}
     num_unreadable = 0
     for text in lines:
         if not text.strip():
@@ -102,9 +102,9 @@ def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
         if line is None:
             num_unreadable += 1
         else:
-            found.pop((line.stage, line.step), None)
-            found[line.stage, line.step] = line
-    return MetricLog(lines=tuple(found.values()), num_unreadable_lines=num_unreadable)
+            line_by_step.pop((line.stage, line.step), None)
+            line_by_step[line.stage, line.step] = line
+    return MetricLog(lines=tuple(line_by_step.values()), num_unreadable_lines=num_unreadable)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -112,7 +112,7 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     if window < 1:
         raise ValueError(f"running_mean: window={window}: expected at least 1")
     windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in windows]
+    return [sum(window_values) / len(window_values) for window_values in windows]
 
 
 def _parse_line(text: bytes | str) -> MetricLine | None:

@@ -1,6 +1,6 @@
 """Progress of a stage of a run: a live bar on a terminal, plain lines elsewhere.
 
-A stage (warm start, evaluation, RL) has a known number of steps. After each step its owner calls
+A stage (warm start, evaluation, RL) has a known number of steps. After each step the caller calls
 `update` with a `StepSummary`, which redraws the bar; there is no refresh thread. Without a terminal
 lines are printed at the start and the end of the stage, for the first and the last step, for the
 first step with a warning, and at most every `plain_every_s` seconds in between.
@@ -43,7 +43,7 @@ class StepSummary:
     unique_tokens_per_s: float | None = None
     """The same with tokens that trajectories share counted once; None is not shown."""
     warning: str = ""
-    """What the user should look at, at the end of the line; empty for nothing."""
+    """Warning for the user at the end of the line; empty for none."""
 
     def headline(self) -> str:
         """Return the metrics as one line."""

@@ -1,4 +1,4 @@
-"""Says on the terminal what the start of a run waits for, and how long each stage took."""
+"""Prints what the start of a run waits for, and how long each stage took."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StartProgress:
     """Prints a line at the beginning of each stage of a start, and the times of all at its end.
 
     Args:
-        elapsed_s: seconds that the start has taken before, in earlier stages.
+        elapsed_s: seconds that earlier stages of the start have taken.
         clock: returns the time in seconds.
     """
 
@@ -31,14 +31,14 @@ class StartProgress:
         return self._clock() - self._start_s
 
     def begin(self, name: str, waits_for: str = "") -> None:
-        """End the stage before, and print the name of the next and what it waits for."""
+        """End the previous stage, and print the name of the next one and what it waits for."""
         self._end_stage()
         self._stage = name, self._clock()
         detail = f" ({waits_for})" if waits_for else ""
         print(f"start {format_duration(self.elapsed_s)}  {name}{detail} ...", flush=True)
 
     def note(self, text: str) -> None:
-        """Print a line about what has started."""
+        """Print a line within the current stage."""
         print(f"start {format_duration(self.elapsed_s)}  {text}", flush=True)
 
     def finish(self) -> None:

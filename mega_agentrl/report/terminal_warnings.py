@@ -1,4 +1,4 @@
-"""Shows the driver's warnings on the terminal, beside `logs/driver.log`, which has all of them."""
+"""Shows the driver's warnings on the terminal; `logs/driver.log` has all of them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MAX_CHARS = 300
 class TerminalWarnings(logging.Handler):
     """Prints each kind of warning on one line of standard error, without tracebacks.
 
-    Warnings with the same template, such as one per trajectory, are one kind. It is shown at most
-    once in `REPEAT_EVERY_S`, with the number of those that were left out since.
+    Warnings with the same template, such as one per trajectory, are one kind. A kind is shown
+    at most once in `REPEAT_EVERY_S`, with the number of warnings that were left out since.
     """
 
     def __init__(self) -> None:

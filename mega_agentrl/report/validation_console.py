@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 _REWARD, _SUCCESS = 0, 1
-"""Places in the means of a question."""
+"""Indices in the pairs of `EvalSummary.question_means`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ScoredCount:
-    """Number of answers that a mean is about, of all answers."""
+    """Number of answers that a mean covers, of all answers."""
 
     num_scored: int
     num_answers: int
 
     def __str__(self) -> str:
-        """Return the count where answers are missing, else nothing."""
+        """Return the count if answers are missing, else an empty text."""
         if self.num_scored == self.num_answers:
             return ""
         return f"{self.num_scored} of {self.num_answers} scored"
@@ -55,11 +55,11 @@ class EvalSummary:
     calls_by_tool: Mapping[str, float] = field(default_factory=dict)
     """Calls per answer, by tool."""
     scored: ScoredCount | None = None
-    """Answers that the means are about; None if unknown."""
+    """Answers that the means cover; None if unknown."""
     scored_by_source: Mapping[str, ScoredCount] = field(default_factory=dict)
-    """The same by data source, also for a source without a scored answer."""
+    """Answers that the means cover, by data source, with those that have no scored answer."""
     first_failure: str = ""
-    """Why the first answer failed; empty if none did."""
+    """Why the first failed answer failed; empty if none did."""
     question_means: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     """Reward and success of each question with a scored answer, by data source (empty for all) and
     prompt id."""
@@ -70,7 +70,7 @@ class PairedChange:
     """The change of a mean over the questions that both evaluations have scored."""
 
     change: float | None
-    """Mean over these questions of the difference after minus before; None without any."""
+    """Mean difference after minus before over these questions; None if there are none."""
     num_questions: int
 
 
@@ -91,20 +91,20 @@ class EvalComparisonRow:
     after_se: float | None = None
     """Standard error of `after`."""
     before_scored: ScoredCount | None = None
-    """Answers that `before` is about; None if unknown."""
+    """Answers that `before` covers; None if unknown."""
     after_scored: ScoredCount | None = None
-    """Answers that `after` is about; None if unknown."""
+    """Answers that `after` covers; None if unknown."""
     paired: PairedChange | None = None
     """Change over the questions that both have scored; None if it was not computed."""
 
     @property
     def has_missing(self) -> bool:
-        """Whether `before` and `after` may be about different answers, because some failed."""
+        """Whether `before` and `after` may cover different answers, because some failed."""
         return bool(str(self.before_scored or "") or str(self.after_scored or ""))
 
     @property
     def change(self) -> float | None:
-        """Difference after minus before, if answers failed over the questions scored in both."""
+        """Difference after minus before; if answers failed, over the questions scored in both."""
         if self.has_missing and self.paired is not None:
             return self.paired.change
         if self.before is None or self.after is None:
@@ -113,7 +113,7 @@ class EvalComparisonRow:
 
     @property
     def change_note(self) -> str:
-        """What `change` is about, if answers failed."""
+        """Note on the answers that `change` covers, if some failed."""
         if not self.has_missing or self.before is None or self.after is None:
             return ""
         if self.paired is None:
@@ -180,11 +180,11 @@ def eval_comparison_rows(before: EvalSummary, after: EvalSummary) -> list[EvalCo
 
 
 def _paired_change(
-    before: EvalSummary, after: EvalSummary, source: str, place: int
+    before: EvalSummary, after: EvalSummary, source: str, index: int
 ) -> PairedChange:
     """Return the change of the reward (`_REWARD`) or the success (`_SUCCESS`) of a data source."""
-    old, new = (one.question_means.get(source, {}) for one in (before, after))
-    changes = [new[name][place] - old[name][place] for name in old if name in new]
+    old, new = (summary.question_means.get(source, {}) for summary in (before, after))
+    changes = [new[name][index] - old[name][index] for name in old if name in new]
     return PairedChange(change=fmean(changes) if changes else None, num_questions=len(changes))
 
 
@@ -243,7 +243,7 @@ def _print_failures(console: Console, **summaries: EvalSummary) -> None:
             num_failed = summary.scored.num_answers - summary.scored.num_scored
             text = (
                 f"held out, {when}: {num_failed} of {summary.scored.num_answers} answers failed "
-                f"and are in no mean; the first: {summary.first_failure}"
+                f"and are excluded from all means; first failure: {summary.first_failure}"
             )
             console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 

@@ -46,7 +46,7 @@ function makeTree(host, view, options) {
   return { drawn, find: (event) => under(view, drawn, root, event) };
 }
 
-// Draws the way from the prompt to the chosen end: a line below each ancestor's part and its own.
+// Marks the way from the prompt to the end of the chosen path by a line below the path and its ancestors.
 function way(view, chosen, drawn) {
   const group = svg("g", { class: "chosen-way", "clip-path": "url(#inside)" });
   for (let path = view.paths[chosen], end = path.end; path; end = path.fork, path = view.paths[path.parent]) {

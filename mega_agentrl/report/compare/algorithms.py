@@ -51,7 +51,7 @@ class RunCostCurve:
     def __post_init__(self) -> None:
         if not self.eval_points:
             raise ValueError(
-                f"{self.algorithm}, seed {self.seed}: got no evaluation points, expected any"
+                f"{self.algorithm}, seed {self.seed}: got 0 evaluation points, expected at least 1"
             )
 
 
@@ -223,7 +223,7 @@ def _summarize_algorithm(
 ) -> AlgorithmSummary:
     points = mean_curve(runs)
     ends = [run.eval_points[-1] for run in runs]
-    reach = None if target is None else tool_calls_to_reach(points, target)
+    calls_to_target = None if target is None else tool_calls_to_reach(points, target)
     return AlgorithmSummary(
         algorithm=name,
         num_seeds=len(runs),
@@ -232,10 +232,10 @@ def _summarize_algorithm(
         success=fmean(end.success for end in ends),
         num_tokens=points[-1].num_tokens,
         num_tool_calls=points[-1].num_tool_calls,
-        tool_calls_to_baseline=reach,
+        tool_calls_to_baseline=calls_to_target,
         fraction_of_baseline_calls=None
-        if reach is None or not baseline_calls
-        else reach / baseline_calls,
+        if calls_to_target is None or not baseline_calls
+        else calls_to_target / baseline_calls,
     )
 
 

@@ -57,7 +57,7 @@ class RunResult:
     failed_fraction: float = math.nan
     """Trajectories that failed in training, as a fraction of all; nan if it is unknown."""
     held_out_failed_fraction: float = math.nan
-    """The same of the answers of the evaluations before and after training."""
+    """Fraction of the answers that failed in the evaluations before and after training."""
 
 
 def read_run_result(folder: Path) -> RunResult:
@@ -101,13 +101,13 @@ def find_run_dirs(folder: Path) -> list[Path]:
     """
     if _is_run(folder):
         return [folder]
-    found = [path for path in folder.glob("*/") if _is_run(path)] if folder.is_dir() else []
-    if not found:
+    run_dirs = [path for path in folder.glob("*/") if _is_run(path)] if folder.is_dir() else []
+    if not run_dirs:
         raise ValueError(
             f"{folder}: there is no run in it, expected the folder of a run or of a sweep; "
             "probable cause: no job of the sweep has started yet"
         )
-    return sorted(found, key=_job_order)
+    return sorted(run_dirs, key=_job_order)
 
 
 def _is_run(folder: Path) -> bool:
@@ -123,10 +123,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _failed_fraction(summary: Mapping[str, Any], *parts: str) -> float:
@@ -134,9 +134,9 @@ def _failed_fraction(summary: Mapping[str, Any], *parts: str) -> float:
     failed = summary.get("failed")
     counts = [failed.get(part) for part in parts] if isinstance(failed, dict) else []
     pairs = [
-        (one.get("num_failed", 0), one.get("num_trajectories", 0))
-        for one in counts
-        if isinstance(one, dict)
+        (count.get("num_failed", 0), count.get("num_trajectories", 0))
+        for count in counts
+        if isinstance(count, dict)
     ]
     num_trajectories = sum(number for _, number in pairs)
     return sum(number for number, _ in pairs) / num_trajectories if num_trajectories else math.nan
@@ -155,10 +155,10 @@ def _eval_points(log: MetricLog) -> Iterator[EvalCostPoint]:
     for line in log.validation_lines():
         if "sampled/reward" not in line.values:
             continue
-        before = [step for step in steps if step.step <= line.step]
+        earlier_steps = [step for step in steps if step.step <= line.step]
         yield EvalCostPoint(
-            num_tokens=sum(map(_num_tokens, before)),
-            num_tool_calls=sum(map(_num_tool_calls, before)),
+            num_tokens=sum(map(_num_tokens, earlier_steps)),
+            num_tool_calls=sum(map(_num_tool_calls, earlier_steps)),
             reward=line.values["sampled/reward"],
             success=line.values.get("sampled/success", math.nan),
         )
@@ -172,7 +172,7 @@ def _num_tool_calls(line: MetricLine) -> int:
     return _step_total(line, "rollout/tool_calls_mean")
 
 
-def _step_total(line: MetricLine, mean: str) -> int:
-    """Return a mean over the trajectories of a step, times their number."""
-    value = line.values.get(mean, 0.0) * line.values.get("rollout/num_trajectories", 0.0)
+def _step_total(line: MetricLine, mean_metric: str) -> int:
+    """Return the sum over the trajectories of a step, from the metric of their mean."""
+    value = line.values.get(mean_metric, 0.0) * line.values.get("rollout/num_trajectories", 0.0)
     return round(value) if math.isfinite(value) else 0

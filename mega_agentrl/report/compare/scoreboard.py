@@ -2,7 +2,7 @@
 
 An interval is the percentile bootstrap of a mean over seeds. The differences of an algorithm to the
 baseline are taken seed by seed, and count only if their interval excludes 0. If all n differences
-have one sign, it always does, which chance alone brings about with probability 2^(1-n).
+have the same sign, it always excludes 0, which happens by chance with probability 2^(1-n).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Verdict(StrEnum):
     no_difference = "no difference shown"
     baseline = "baseline"
     too_few = "too few seeds"
-    """Fewer than two seeds that the baseline has too."""
+    """Fewer than two seeds in common with the baseline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +68,9 @@ class TaskScores:
     tuning_rewards: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     """Reward on the development questions by algorithm and learning rate; empty without tuning."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Reason by algorithm that cannot run on the task."""
+    """Algorithms that cannot run on the task, with the reason."""
     stopped: Mapping[str, str] = field(default_factory=dict)
-    """Reason by name of each run that ended before its budget was spent."""
+    """Names of runs that ended before their budget was spent, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class ScoreRow:
     reward: Interval
     """Held-out reward at the end."""
     difference: Interval | None
-    """Difference to the baseline on the seeds of both; None for the baseline, or below two."""
+    """Difference to the baseline on common seeds; None for the baseline or fewer than two seeds."""
     verdict: Verdict
     num_tokens: float
     """Tokens sampled, mean over the seeds."""
@@ -99,7 +99,7 @@ def bootstrap_interval(values: Sequence[float]) -> Interval:
 def compare_paired(
     rewards: Mapping[int, float], baseline: Mapping[int, float]
 ) -> tuple[Interval | None, Verdict]:
-    """Compare rewards by seed with the baseline's on the seeds of both."""
+    """Compare rewards by seed with the baseline's on the seeds that both have."""
     seeds = sorted(rewards.keys() & baseline.keys())
     if len(seeds) < 2:
         return None, Verdict.too_few
@@ -188,7 +188,7 @@ def _verb(names: Sequence[str]) -> str:
 
 
 def _overall(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> list[str]:
-    """Return who wins everywhere, and how much of it chance alone would show."""
+    """Return the winners on every task, and how many differences to expect by chance."""
     compared = [row for task_rows in rows.values() for row in task_rows if row.difference]
     if not compared:
         return []

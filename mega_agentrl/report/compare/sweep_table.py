@@ -67,7 +67,7 @@ class SweepRow:
     failed_fraction: float
     """Trajectories that failed in training, as a fraction of all."""
     held_out_failed_fraction: float
-    """The same of the answers of the evaluations before and after training."""
+    """Fraction of the answers that failed in the evaluations before and after training."""
     num_tokens: float
     """Tokens sampled in training."""
     num_tool_calls: float
@@ -87,16 +87,16 @@ def group_runs_by_settings(runs: Sequence[RunResult]) -> dict[str, list[RunResul
     for run in runs:
         groups.setdefault(_settings_key(run), []).append(run)
     shared = set.intersection(*(set(key) for key in groups)) if len(groups) > 1 else set()
-    named: dict[str, list[RunResult]] = {}
+    groups_by_name: dict[str, list[RunResult]] = {}
     for key, group in groups.items():
         differing = [setting for setting in key if setting not in shared]
         if not group[0].overrides and len(differing) > MAX_SETTINGS_IN_NAME:
             differing = [*differing[:MAX_SETTINGS_IN_NAME], "..."]
         name = ", ".join(differing) if len(groups) > 1 and differing else group[0].name
         # Names may be equal if one group lacks a setting of another.
-        name = f"{name} ({group[0].name})" if name in named else name
-        named[name] = group
-    return named
+        name = f"{name} ({group[0].name})" if name in groups_by_name else name
+        groups_by_name[name] = group
+    return groups_by_name
 
 
 def sweep_markdown(runs: Sequence[RunResult]) -> str:
@@ -110,12 +110,12 @@ def sweep_markdown(runs: Sequence[RunResult]) -> str:
     if excluded:
         lines.append("")
     for run in excluded:
-        why = (
+        reason = (
             run.failure_reason.splitlines()[0]
             if run.failure_reason
             else "it was killed, or is still running"
         )
-        lines.append(f"* {run.name}: {run.state}: {why}")
+        lines.append(f"* {run.name}: {run.state}: {reason}")
     return "\n".join(lines) + "\n"
 
 
@@ -153,9 +153,9 @@ def finished_run_curves(runs: Sequence[RunResult]) -> list[RunCostCurve]:
     """
     curves = []
     for name, group in group_runs_by_settings(runs).items():
-        done = [run for run in group if run.state == STATE_DONE and run.eval_points]
-        is_same_number = len({len(run.eval_points) for run in done}) == 1
-        for run in done:
+        finished_runs = [run for run in group if run.state == STATE_DONE and run.eval_points]
+        is_same_number = len({len(run.eval_points) for run in finished_runs}) == 1
+        for run in finished_runs:
             points = run.eval_points
             if not is_same_number:
                 points = (points[0], points[-1])
@@ -175,15 +175,15 @@ def _settings_key(run: RunResult) -> tuple[str, ...]:
 
 
 def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
-    done = [run for run in group if run.state == STATE_DONE]
-    evaluated = [run for run in done if run.eval_points]
-    # Without `evaluate.before_training` the first evaluation has some training behind it.
-    before = [run.eval_points[0] for run in evaluated if not run.eval_points[0].num_tokens]
-    after = [run.eval_points[-1] for run in evaluated]
+    finished_runs = [run for run in group if run.state == STATE_DONE]
+    evaluated_runs = [run for run in finished_runs if run.eval_points]
+    # Without `evaluate.before_training` the first evaluation comes after some training.
+    before = [run.eval_points[0] for run in evaluated_runs if not run.eval_points[0].num_tokens]
+    after = [run.eval_points[-1] for run in evaluated_runs]
     return SweepRow(
         name=name,
         num_runs=len(group),
-        num_finished_runs=len(done),
+        num_finished_runs=len(finished_runs),
         reward_before=_mean([point.reward for point in before]),
         reward_before_std=sample_std([point.reward for point in before]),
         reward_after=_mean([point.reward for point in after]),
@@ -192,11 +192,11 @@ def _build_row(name: str, group: Sequence[RunResult]) -> SweepRow:
         success_before_std=_finite_std([point.success for point in before]),
         success_after=_mean([point.success for point in after]),
         success_after_std=_finite_std([point.success for point in after]),
-        failed_fraction=_mean([run.failed_fraction for run in done]),
-        held_out_failed_fraction=_mean([run.held_out_failed_fraction for run in done]),
-        num_tokens=_mean([run.num_tokens for run in done]),
-        num_tool_calls=_mean([run.num_tool_calls for run in done]),
-        minutes=_mean([run.train_s / 60 for run in done]),
+        failed_fraction=_mean([run.failed_fraction for run in finished_runs]),
+        held_out_failed_fraction=_mean([run.held_out_failed_fraction for run in finished_runs]),
+        num_tokens=_mean([run.num_tokens for run in finished_runs]),
+        num_tool_calls=_mean([run.num_tool_calls for run in finished_runs]),
+        minutes=_mean([run.train_s / 60 for run in finished_runs]),
     )
 
 
@@ -205,7 +205,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _finite_std(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation of values of which some may be missing (nan)."""
+    """Return the sample standard deviation without the missing values (nan)."""
     return sample_std([value for value in values if math.isfinite(value)])
 
 
@@ -232,5 +232,5 @@ def _format_with_std(value: float, spread: float | None) -> str:
     return _format_or_missing(value, ".3f") + ("" if spread is None else f" ± {spread:.3f}")
 
 
-def _format_or_missing(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else MISSING_CELL
+def _format_or_missing(value: float, spec: str) -> str:
+    return format(value, spec) if math.isfinite(value) else MISSING_CELL

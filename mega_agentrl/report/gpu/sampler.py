@@ -47,7 +47,7 @@ class _GpuWindow:
 
     def __init__(self) -> None:
         self._readings: dict[str, list[float]] = {}
-        self._counter_starts: dict[str, float] = {}  # at the last summary
+        self._counter_starts: dict[str, float] = {}  # values at the last summary
 
     def add_reading(self, reading: GpuReading) -> None:
         for name, value in reading.items():
@@ -129,16 +129,16 @@ def aggregate_gpu_metrics(by_node: Mapping[str, Sequence[GpuSummary]]) -> dict[s
 
 
 def _min_mean_max(name: str, by_gpu: Mapping[str, float]) -> dict[str, float | str]:
-    least, most = min(by_gpu, key=by_gpu.__getitem__), max(by_gpu, key=by_gpu.__getitem__)
+    lowest, highest = min(by_gpu, key=by_gpu.__getitem__), max(by_gpu, key=by_gpu.__getitem__)
     return {
         f"gpu/{name}/mean": sum(by_gpu.values()) / len(by_gpu),
-        f"gpu/{name}/min": by_gpu[least],
-        f"gpu/{name}/max": by_gpu[most],
-        f"gpu/{name}/worst": least if name in LOWER_IS_WORSE else most,
+        f"gpu/{name}/min": by_gpu[lowest],
+        f"gpu/{name}/max": by_gpu[highest],
+        f"gpu/{name}/worst": lowest if name in LOWER_IS_WORSE else highest,
     }
 
 
 def _error_metrics(name: str, by_gpu: Mapping[str, float]) -> dict[str, float | str]:
     metrics: dict[str, float | str] = {f"gpu/{name}/sum": sum(by_gpu.values())}
-    most = max(by_gpu, key=by_gpu.__getitem__)
-    return metrics | ({f"gpu/{name}/worst": most} if by_gpu[most] else {})
+    worst = max(by_gpu, key=by_gpu.__getitem__)
+    return metrics | ({f"gpu/{name}/worst": worst} if by_gpu[worst] else {})

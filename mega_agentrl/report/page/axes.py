@@ -48,18 +48,18 @@ class Axis:
             fraction = (clamped - self.low) / (self.high - self.low)
         return self.start_px + fraction * (self.stop_px - self.start_px)
 
-    def ticks(self, most: int = 5) -> list[float]:
-        """Return about `most` values to mark."""
+    def ticks(self, max_ticks: int = 5) -> list[float]:
+        """Return about `max_ticks` values to mark."""
         if not self.is_log_scale:
-            return linear_ticks(self.low, self.high, most)
+            return linear_ticks(self.low, self.high, max_ticks)
         first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
         stride = max(1, math.ceil((last - first + 1) / _MAX_DECADE_TICKS))
         return [10.0**power for power in range(first, last + 1, stride)]
 
 
-def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Return round values that divide [low, high] into at most `most` parts."""
-    raw = (high - low) / max(1, most)
+def linear_ticks(low: float, high: float, max_parts: int = 5) -> list[float]:
+    """Return round values that divide [low, high] into at most `max_parts` parts."""
+    raw = (high - low) / max(1, max_parts)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in _TICK_MULTIPLES if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

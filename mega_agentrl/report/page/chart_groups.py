@@ -210,16 +210,16 @@ def chart_groups(log: MetricLog) -> list[ChartGroup]:
         ("Speed", _charts_from_specs(log, _SPEED_SPECS, used)),
         ("Warm start", _sft_charts(log)),
     ]
-    found = [
+    known_groups = [
         ChartGroup(title=title, charts=charts, has_small_charts=title == _REWARD_PARTS_TITLE)
         for title, charts in groups
         if charts
     ]
-    rest = [
+    stage_groups = [
         group for stage in _other_stages(log) if (group := _remaining_charts(log, stage, set()))
     ]
-    others = _remaining_charts(log, RL_STAGE, used)
-    return [*found, *rest, *([others] if others else [])]
+    other_group = _remaining_charts(log, RL_STAGE, used)
+    return [*known_groups, *stage_groups, *([other_group] if other_group else [])]
 
 
 def _other_stages(log: MetricLog) -> list[str]:
@@ -266,7 +266,7 @@ def _outcome_charts(log: MetricLog) -> list[Chart]:
         ("Reward", _REWARD_NAMES[:2], "reward"),
         ("Success", _REWARD_NAMES[2:], "success"),
     ):
-        points = next((found for name in names if (found := log.series(RL_STAGE, name))), [])
+        points = next((curve for name in names if (curve := log.series(RL_STAGE, name))), [])
         means = running_mean([value for _, value in points], RUNNING_MEAN_STEPS)
         smooth = [(step, mean) for (step, _), mean in zip(points, means, strict=True)]
         series = [
@@ -404,7 +404,7 @@ def _ares_specs(log: MetricLog) -> list[_ChartSpec]:
 
 
 def _sft_charts(log: MetricLog) -> list[Chart]:
-    found = []
+    charts = []
     for title, name, unit in (
         ("Supervised loss", "loss", "nats per token"),
         ("Success on development questions", "dev/success", "share"),
@@ -413,5 +413,5 @@ def _sft_charts(log: MetricLog) -> list[Chart]:
         points = log.series(SFT_STAGE, name)
         if points:
             series = [Series(name=name, points=points)]
-            found.append(Chart(title=title, series=series, unit=unit))
-    return found
+            charts.append(Chart(title=title, series=series, unit=unit))
+    return charts

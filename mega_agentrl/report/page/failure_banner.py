@@ -1,4 +1,4 @@
-"""The lines of the red banner: how many trajectories failed, and why the first one did."""
+"""The lines of the red banner: how many trajectories failed, and why the first one failed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _describe(
     reason = next((line.first_failure for line in lines if line.first_failure), "unknown")
     yield (
         f"{where}, {num_failed:,.0f} of {num_total:,.0f} {what} failed "
-        f"({num_failed / num_total:.0%}) and are in no mean. The first: {reason}"
+        f"({num_failed / num_total:.0%}) and are excluded from all means. First failure: {reason}"
     )
 
 

@@ -2,9 +2,8 @@
 
 Text of a policy or a tool is untrusted: it may contain tags, the end of a script, control
 characters and lone surrogates. The templates (Jinja, in `assets/`) escape every value that is not
-`Markup`.
-JSON built here is ASCII without `<`, `>` and `&`; values that are not finite are the strings
-``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which JavaScript's `Number` parses.
+`Markup`. JSON built here is ASCII without `<`, `>` and `&`; values that are not finite are the
+strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, which JavaScript's `Number` parses.
 """
 
 from __future__ import annotations

@@ -91,40 +91,40 @@ def render_page(page: ReportPage) -> str:
     return str(rendered)
 
 
-def _sections(page: ReportPage, blocks: list[Markup]) -> list[_Section]:
-    """Return the sections in order; adds the data of the charts to `blocks`."""
+def _sections(page: ReportPage, chart_blocks: list[Markup]) -> list[_Section]:
+    """Return the sections in order; adds the data of the charts to `chart_blocks`."""
     groups = {group.title: group for group in chart_groups(page.log)}
-    found = []
+    sections = []
     if _LEADING_GROUP in groups:
-        found.append(_chart_section(groups.pop(_LEADING_GROUP), blocks))
+        sections.append(_chart_section(groups.pop(_LEADING_GROUP), chart_blocks))
     validation_lines = page.log.validation_lines()
     if validation_lines:
-        found.append(
+        sections.append(
             _table_section("held-out-numbers", "Held out", validation_table(validation_lines))
         )
     if any(file.trees for file in page.tree_files):
-        found.append(
+        sections.append(
             _Section(anchor="rollouts", title="Rollout trees", body=render_template("viewer.html"))
         )
     if rows := tool_rows(page.log):
-        found.append(_table_section("tool-outcomes", "Tool outcomes", tool_table(rows)))
-    found += [_chart_section(group, blocks) for group in groups.values()]
+        sections.append(_table_section("tool-outcomes", "Tool outcomes", tool_table(rows)))
+    sections += [_chart_section(group, chart_blocks) for group in groups.values()]
     if page.config_differences:
-        found.append(
+        sections.append(
             _table_section(
                 "settings",
                 "Settings",
                 render_template("settings_table.html", differences=page.config_differences),
             )
         )
-    return found
+    return sections
 
 
-def _chart_section(group: ChartGroup, blocks: list[Markup]) -> _Section:
+def _chart_section(group: ChartGroup, chart_blocks: list[Markup]) -> _Section:
     figures = []
     for chart in group.charts:
-        data_id = f"chart-{len(blocks)}"
-        blocks.append(json_script_element(data_id, json_for_script(chart_data(chart))))
+        data_id = f"chart-{len(chart_blocks)}"
+        chart_blocks.append(json_script_element(data_id, json_for_script(chart_data(chart))))
         figures.append(render_figure(chart, data_id))
     slug = "".join(char if char.isalnum() else "-" for char in group.title.lower())
     return _Section(

@@ -44,14 +44,14 @@ class SummaryTile:
 
 def summary_tiles(log: MetricLog) -> list[SummaryTile]:
     """Return the tiles that the log has metrics for."""
-    found = [
+    tiles = [
         _outcome_tile(log, "reward"),
         _outcome_tile(log, "success"),
         _num_steps_tile(log),
         _throughput_tile(log),
     ]
-    found += [_entropy_tile(log), _branching_tile(log), _mismatch_tile(log)]
-    return [tile for tile in found if tile is not None]
+    tiles += [_entropy_tile(log), _branching_tile(log), _mismatch_tile(log)]
+    return [tile for tile in tiles if tile is not None]
 
 
 def render_tiles(tiles: Sequence[SummaryTile]) -> Markup:

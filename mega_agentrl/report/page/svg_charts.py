@@ -156,14 +156,14 @@ def render_svg(chart: Chart) -> Markup:
     )
 
 
-def downsample(points: MetricSeries, most: int = MAX_POINTS) -> MetricSeries:
-    """Reduce a series to about `most` points: the minimum and maximum of each interval.
+def downsample(points: MetricSeries, max_points: int = MAX_POINTS) -> MetricSeries:
+    """Reduce a series to about `max_points` points: the minimum and maximum of each interval.
 
     The first and the last point and all values that are not finite are kept.
     """
-    if len(points) <= most:
+    if len(points) <= max_points:
         return list(points)
-    size = math.ceil(len(points) / max(1, most // 2))
+    size = math.ceil(len(points) / max(1, max_points // 2))
     selected = {0, len(points) - 1}
     for start in range(0, len(points), size):
         indices = range(start, min(start + size, len(points)))
@@ -253,10 +253,10 @@ def _stack_areas(chart: Chart) -> Iterator[_StackedArea]:
         steps = [*steps[:-1:stride], steps[-1]]
     floor = dict.fromkeys(steps, 0.0)
     for series, colour in _with_colours(chart):
-        own = dict(series.points)
+        value_by_step = dict(series.points)
         spans = []
         for step in steps:
-            value = own.get(step, 0.0)
+            value = value_by_step.get(step, 0.0)
             top = floor[step] + (max(value, 0.0) if math.isfinite(value) else 0.0)
             spans.append((step, floor[step], top))
             floor[step] = top

@@ -48,7 +48,7 @@ def validation_rows(
     before: Mapping[str, float], after: Mapping[str, float]
 ) -> list[EvalComparisonRow]:
     """Return rows of the metrics of either evaluation, except for unlabelled rollout metrics."""
-    names = list(dict.fromkeys([*before, *after, *_sources_without_score(before, after)]))
+    names = list(dict.fromkeys([*before, *after, *_success_metrics_by_source(before, after)]))
     chosen = [(name, label) for name, label in _LABELLED_METRICS if name in names]
     for head in _BY_SOURCE_PREFIXES:
         kind, measure, _ = head.split("/")
@@ -60,8 +60,8 @@ def validation_rows(
         ]
     known = {name for name, _ in chosen}
     for name in names:
-        is_rest = name not in known and "/rollout/" not in name and not name.startswith("time/")
-        if is_rest and not name.endswith(_STANDARD_ERROR_SUFFIX) and not _is_count(name):
+        is_other = name not in known and "/rollout/" not in name and not name.startswith("time/")
+        if is_other and not name.endswith(_STANDARD_ERROR_SUFFIX) and not _is_count(name):
             chosen.append((name, name.removeprefix("sampled/")))
     return [
         EvalComparisonRow(
@@ -81,15 +81,15 @@ def _is_count(name: str) -> bool:
     return name.split("/")[1:2] in (["num_scored"], ["num_answers"])
 
 
-def _sources_without_score(*evaluations: Mapping[str, float]) -> list[str]:
-    """Return the names of the means that a data source without a scored answer does not have."""
+def _success_metrics_by_source(*evaluations: Mapping[str, float]) -> list[str]:
+    """Return the success metric of each data source; one without a scored answer lacks it."""
     head = "sampled/num_answers/"
-    sources = [name.removeprefix(head) for one in evaluations for name in one if head in name]
+    sources = [name.removeprefix(head) for names in evaluations for name in names if head in name]
     return [f"sampled/success/{source}" for source in sources]
 
 
 def _scored_count(values: Mapping[str, float], name: str) -> ScoredCount | None:
-    """Return the answers that a mean is about; None if it is no reward and no success."""
+    """Return the number of answers that a mean covers; None unless it is reward or success."""
     kind, _, rest = name.partition("/")
     measure, slash, source = rest.partition("/")
     num_answers = values.get(f"{kind}/num_answers{slash}{source}")
@@ -139,18 +139,18 @@ def tool_rows(log: MetricLog) -> list[ToolRow]:
     """Return the tools of the RL steps, or of the evaluations in a run without RL steps."""
     lines, prefix = log.lines_of_stage(RL_STAGE), TOOL_METRIC_PREFIX
     names = tool_names(log, RL_STAGE)
-    if not names and (found := log.validation_lines()):
-        lines, prefix = found, f"sampled/{TOOL_METRIC_PREFIX}"
-        names = sorted({name for line in found for name in tool_names(log, line.stage, prefix)})
+    if not names and (evals := log.validation_lines()):
+        lines, prefix = evals, f"sampled/{TOOL_METRIC_PREFIX}"
+        names = sorted({name for line in evals for name in tool_names(log, line.stage, prefix)})
     return [_build_tool_row(name, lines, f"{prefix}{name}/") for name in names]
 
 
 def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRow:
-    def values(key: str) -> list[float]:
+    def finite_values(key: str) -> list[float]:
         found = (line.values.get(f"{head}{key}", math.nan) for line in lines)
         return [value for value in found if math.isfinite(value)]
 
-    def weighted(key: str) -> float | None:
+    def weighted_mean(key: str) -> float | None:
         pairs = [
             (line.values[f"{head}{key}"], line.values.get(f"{head}num_calls", 0.0))
             for line in lines
@@ -159,16 +159,16 @@ def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRo
         calls = sum(count for _, count in pairs)
         return sum(value * count for value, count in pairs) / calls if calls else None
 
-    rewards = [*values("step_reward"), *values("final_reward")]
+    rewards = [*finite_values("step_reward"), *finite_values("final_reward")]
     return ToolRow(
         name=name,
-        num_calls=sum(values("num_calls")),
-        num_by_status={status: sum(values(f"num_{status}")) for status in TOOL_STATUSES},
-        mean_s=weighted("latency_mean_s"),
-        p50_s=median(found) if (found := values("latency_p50_s")) else None,
-        p99_s=max(values("latency_p99_s"), default=None),
-        max_s=max(values("latency_max_s"), default=None),
-        queue_s=weighted("queue_mean_s"),
+        num_calls=sum(finite_values("num_calls")),
+        num_by_status={status: sum(finite_values(f"num_{status}")) for status in TOOL_STATUSES},
+        mean_s=weighted_mean("latency_mean_s"),
+        p50_s=median(found) if (found := finite_values("latency_p50_s")) else None,
+        p99_s=max(finite_values("latency_p99_s"), default=None),
+        max_s=max(finite_values("latency_max_s"), default=None),
+        queue_s=weighted_mean("queue_mean_s"),
         reward=sum(rewards) / len(lines) if rewards else None,
     )
 

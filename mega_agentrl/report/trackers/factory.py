@@ -1,11 +1,12 @@
 """Open the trackers of a run before anything else starts.
 
-A missing optional package and a port in use are errors that name their key. The trackers' run ids
-are saved in `trackers.json` of the run folder, so that a resumed run continues there.
+A missing optional package or a port in use is an error that names the configuration key. The
+trackers' run ids are saved in `trackers.json` of the run folder, so that a resumed run continues
+there.
 
 To add a tracker:
 
-1. Write a class of the protocol `types.monitoring.Tracker` in a module of its own here.
+1. Write a class with the protocol `types.monitoring.Tracker` in a new module here.
 2. Add its name to `config.enums.TrackerName`, and return it from `_open_tracker`.
 3. For an optional package, add it to `OPTIONAL_TRACKERS` and to the extras in `pyproject.toml`.
 4. Test it in `tests/report/trackers`, and list it in `TRACKERS` of `tests/types/test_protocols.py`.
@@ -88,8 +89,8 @@ def _read_run_ids(run_dir: Path) -> dict[str, str]:
     path = run_dir / RUN_IDS_FILE
     if not path.is_file():
         return {}
-    found: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    run_ids: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return run_ids
 
 
 def _write_run_ids(run_dir: Path, run_ids: dict[str, str]) -> None:

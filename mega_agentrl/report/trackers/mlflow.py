@@ -30,7 +30,7 @@ _MAX_PARAMS_PER_CALL = 100
 
 
 class MlflowTracker:
-    """Logs metrics to an MLflow run; later errors of the server are warnings only.
+    """Logs metrics to an MLflow run; later server errors are only warnings.
 
     Args:
         mlflow: the package.
@@ -49,7 +49,7 @@ class MlflowTracker:
         except mlflow.exceptions.MlflowException as error:
             raise ValueError(
                 f"report.trackers=mlflow: {error}; expected a server that accepts a run; probable "
-                "cause: MLFLOW_TRACKING_URI names none (sqlite:///mlflow.db needs none)"
+                "cause: MLFLOW_TRACKING_URI is unset or wrong (sqlite:///mlflow.db needs no server)"
             ) from error
         self.run_id: str = run.info.run_id
         self._is_open = True
@@ -61,8 +61,8 @@ class MlflowTracker:
                 _sanitize_name(key): str(value)[:_MAX_PARAM_CHARS]
                 for key, value in settings.items()
             }
-            for part in _chunks(values, _MAX_PARAMS_PER_CALL):
-                self._mlflow.log_params(part)
+            for chunk in _chunks(values, _MAX_PARAMS_PER_CALL):
+                self._mlflow.log_params(chunk)
         self._mlflow.log_text(text, "config.yaml")
 
     def log(self, stage: str, step: int, numbers: Mapping[str, float]) -> None:

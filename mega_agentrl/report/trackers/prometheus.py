@@ -85,8 +85,8 @@ class PrometheusTracker:
             self._gauge(name).labels(stage).set(value)
             if name in TOKEN_METRICS:
                 self._tokens.inc(value)
-            elif found := _TOOL_CALLS_PATTERN.fullmatch(name):
-                self._calls.labels(found[1]).inc(value)
+            elif match := _TOOL_CALLS_PATTERN.fullmatch(name):
+                self._calls.labels(match[1]).inc(value)
         self._gauge("step").labels(stage).set(step)
 
     def close(self) -> None:
@@ -103,8 +103,8 @@ class PrometheusTracker:
             is_counter = valid.removesuffix("_total") in {
                 f"{METRIC_PREFIX}{counter}" for counter in ("steps", "tokens", "tool_calls")
             }
-            shown = f"{valid}_now" if is_counter else valid
-            self._gauges[valid] = Gauge(shown, name, ["stage"], registry=self._registry)
+            gauge_name = f"{valid}_now" if is_counter else valid
+            self._gauges[valid] = Gauge(gauge_name, name, ["stage"], registry=self._registry)
         return self._gauges[valid]
 
 

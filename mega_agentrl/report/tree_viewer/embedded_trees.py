@@ -6,8 +6,8 @@ marks, numbers of forks.
 
 If not all trees fit, some are selected evenly over the files and within each file. Every file (a
 step) gets an equal part of the byte budget; files pass on what they do not need. If the parts are
-too small for a few trees each, files are skipped evenly, except for the first and the last. Sizes
-are bytes of all trees of a file on the page.
+too small for a few trees each, files are skipped evenly, except for the first and the last. The
+size of a file is the number of bytes of all its trees on the page.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float
                 "trees": entries,
             }
         )
-    trained = [file["key"] for file in files if str(file["key"]).startswith("step_")]
-    start = trained[-1] if trained else files[-1]["key"] if files else ""
+    step_keys = [file["key"] for file in files if str(file["key"]).startswith("step_")]
+    start = step_keys[-1] if step_keys else files[-1]["key"] if files else ""
     index = {"most": max_entropy, "start": start, "files": files}
     return Markup("\n").join([*parts, json_script_element("tree-index", json_for_script(index))])
 
@@ -135,37 +135,45 @@ def select_trees(files: Sequence[TreeFileSize], budget_bytes: int) -> list[list[
     """Return the indices of the selected trees of each file; empty for skipped files."""
     selected: list[list[int]] = [[] for _ in files]
     chosen = _select_files(files, budget_bytes)
-    left, todo = budget_bytes, sorted(chosen, key=lambda index: files[index].num_bytes)
-    for position, index in enumerate(todo):
+    remaining_bytes, ascending = (
+        budget_bytes,
+        sorted(chosen, key=lambda index: files[index].num_bytes),
+    )
+    for position, index in enumerate(ascending):
         size = files[index]
-        share = left // (len(todo) - position)
+        share = remaining_bytes // (len(ascending) - position)
         number = size.num_trees
         if size.num_bytes > share:
             number = max(1, share * size.num_trees // size.num_bytes)
         selected[index] = evenly_spaced_indices(size.num_trees, number)
-        left = max(0, left - size.num_bytes * number // max(1, size.num_trees))
+        remaining_bytes = max(
+            0, remaining_bytes - size.num_bytes * number // max(1, size.num_trees)
+        )
     return selected
 
 
-def evenly_spaced_indices(number: int, most: int) -> list[int]:
-    """Return `most` evenly spaced indices of 0 ... number-1, with both ends if possible."""
-    if most >= number:
+def evenly_spaced_indices(number: int, max_indices: int) -> list[int]:
+    """Return `max_indices` evenly spaced indices of 0 ... number-1, with both ends if possible."""
+    if max_indices >= number:
         return list(range(number))
-    if most <= 1:
-        return [0][:most]
-    return [round(index * (number - 1) / (most - 1)) for index in range(most)]
+    if max_indices <= 1:
+        return [0][:max_indices]
+    return [round(index * (number - 1) / (max_indices - 1)) for index in range(max_indices)]
 
 
 def _select_files(files: Sequence[TreeFileSize], budget_bytes: int) -> list[int]:
     """Return as many files as can show `MIN_TREES_PER_FILE` on average, evenly spaced."""
-    filled = [index for index, size in enumerate(files) if size.num_trees > 0]
-    if not filled:
+    non_empty = [index for index, size in enumerate(files) if size.num_trees > 0]
+    if not non_empty:
         return []
-    needed = [
+    needed_bytes = [
         files[index].num_bytes
         * min(MIN_TREES_PER_FILE, files[index].num_trees)
         / files[index].num_trees
-        for index in filled
+        for index in non_empty
     ]
-    fitting = int(budget_bytes / max(1.0, sum(needed) / len(needed)))
-    return [filled[position] for position in evenly_spaced_indices(len(filled), max(2, fitting))]
+    num_fitting = int(budget_bytes / max(1.0, sum(needed_bytes) / len(needed_bytes)))
+    return [
+        non_empty[position]
+        for position in evenly_spaced_indices(len(non_empty), max(2, num_fitting))
+    ]

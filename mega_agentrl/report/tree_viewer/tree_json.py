@@ -90,16 +90,16 @@ def parent_indices(paths: Sequence[Trajectory]) -> list[int | None]:
         ValueError: a parent is missing or comes after its fork.
     """
     index: dict[str, int] = {}
-    found: list[int | None] = []
+    parents: list[int | None] = []
     for number, trajectory in enumerate(paths):
         if trajectory.parent_id is not None and trajectory.parent_id not in index:
             raise ValueError(
                 f"trajectory {trajectory.trajectory_id}: got the parent {trajectory.parent_id}, "
                 "expected one that comes earlier in its tree"
             )
-        found.append(None if trajectory.parent_id is None else index[trajectory.parent_id])
+        parents.append(None if trajectory.parent_id is None else index[trajectory.parent_id])
         index[trajectory.trajectory_id] = number
-    return found
+    return parents
 
 
 def assign_lanes(paths: Sequence[Trajectory]) -> list[int]:
@@ -110,12 +110,12 @@ def assign_lanes(paths: Sequence[Trajectory]) -> list[int]:
         if parent is not None:
             forks[parent].append(number)
     lanes = [0] * len(paths)
-    waiting = [number for number, parent in enumerate(parents) if parent is None][::-1]
+    stack = [number for number, parent in enumerate(parents) if parent is None][::-1]
     for lane in range(len(paths)):
-        number = waiting.pop()
+        number = stack.pop()
         lanes[number] = lane
         # The last item is placed next: the latest fork, and the first of forks at one position.
-        waiting += sorted(forks[number], key=lambda fork: (paths[fork].fork_len, -fork))
+        stack += sorted(forks[number], key=lambda fork: (paths[fork].fork_len, -fork))
     return lanes
 
 
@@ -157,20 +157,20 @@ class TokenTexts:
 
     def split(self, token_ids: Sequence[int]) -> list[str]:
         """Return [N] texts of N token ids."""
-        found: list[str] = []
+        pieces: list[str] = []
         before: int | None = None
         partial: tuple[int, ...] = ()
         for token in token_ids:
             piece = self._cached_text_after(before, (*partial, token))
             if piece.endswith(REPLACEMENT_CHAR) and len(partial) < _MAX_TOKENS_PER_CHAR:
-                found.append("")
+                pieces.append("")
                 partial = (*partial, token)
                 continue
-            found.append(piece)
+            pieces.append(piece)
             before, partial = token, ()
         if partial:
-            found[-1] = self._cached_text_after(before, partial)
-        return found
+            pieces[-1] = self._cached_text_after(before, partial)
+        return pieces
 
     def _text_after(self, before: int | None, tokens: tuple[int, ...]) -> str:
         if before is None:
@@ -197,7 +197,7 @@ def _prompt_json(prompt: Prompt) -> dict[str, Any]:
 
 def _path_json(trajectory: Trajectory) -> dict[str, Any]:
     score = trajectory.score
-    found: dict[str, Any] = {
+    path: dict[str, Any] = {
         "name": ".".join(map(str, trajectory.path)),
         "fork": trajectory.fork_len,
         "end": len(trajectory.token_ids),
@@ -209,18 +209,18 @@ def _path_json(trajectory: Trajectory) -> dict[str, Any]:
         "decisions": _decisions_json(trajectory),
     }
     if score is not None:
-        found |= {"correct": score.correct, "f1": score.f1}
-        found |= {"answer": _truncate_text(score.answer), "reason": _truncate_text(score.reason)}
-        found |= {"parts": dict(score.parts)} if score.parts else {}
+        path |= {"correct": score.correct, "f1": score.f1}
+        path |= {"answer": _truncate_text(score.answer), "reason": _truncate_text(score.reason)}
+        path |= {"parts": dict(score.parts)} if score.parts else {}
     if trajectory.baseline_entropy is not None:
-        found["baseline"] = _round_to_4_digits(trajectory.baseline_entropy)
+        path["baseline"] = _round_to_4_digits(trajectory.baseline_entropy)
     if trajectory.tool_rewards:
-        found["toolRewards"] = dict(trajectory.tool_rewards)
+        path["toolRewards"] = dict(trajectory.tool_rewards)
     if trajectory.template_drift:
-        found["drift"] = _truncate_text(trajectory.template_drift)
+        path["drift"] = _truncate_text(trajectory.template_drift)
     if trajectory.context_resets:
-        found["restarts"] = [restart.start for restart in trajectory.context_resets]
-    return found
+        path["restarts"] = [restart.start for restart in trajectory.context_resets]
+    return path
 
 
 def _decisions_json(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -254,36 +254,38 @@ def _turn_json(
 ) -> dict[str, Any]:
     # A turn that the path shares with its parent up to the fork begins at the fork.
     start = max(turn.start, trajectory.fork_len)
-    found: dict[str, Any] = {"by": turn.role.value, "from": start, "to": turn.stop}
+    turn_json: dict[str, Any] = {"by": turn.role.value, "from": start, "to": turn.stop}
     if turn.outcome is not None:
-        found["call"] = _call_json(turn.outcome, hidden=not turn.text.strip())
+        turn_json["call"] = _call_json(turn.outcome, hidden=not turn.text.strip())
     if turn.role is not Role.assistant:
-        return found | {"text": _truncate_text(turn.text)}
-    own = slice(start, turn.stop)
-    found |= {
-        "h": _collapse_constant([_round_to_4_digits(value) for value in trajectory.entropies[own]]),
-        "lp": _collapse_constant([_round_to_4_digits(value) for value in trajectory.logps[own]]),
-        "v": _collapse_constant(trajectory.versions[own]),
-        "sampled": _collapse_constant(trajectory.loss_mask[own]),
+        return turn_json | {"text": _truncate_text(turn.text)}
+    span = slice(start, turn.stop)
+    turn_json |= {
+        "h": _collapse_constant(
+            [_round_to_4_digits(value) for value in trajectory.entropies[span]]
+        ),
+        "lp": _collapse_constant([_round_to_4_digits(value) for value in trajectory.logps[span]]),
+        "v": _collapse_constant(trajectory.versions[span]),
+        "sampled": _collapse_constant(trajectory.loss_mask[span]),
     }
     if split_tokens is None:
-        return found | {"text": turn.text, "ids": list(trajectory.token_ids[own])}
-    return found | {"pieces": split_tokens(trajectory.token_ids[own])}
+        return turn_json | {"text": turn.text, "ids": list(trajectory.token_ids[span])}
+    return turn_json | {"pieces": split_tokens(trajectory.token_ids[span])}
 
 
 def _call_json(outcome: ToolOutcome, *, hidden: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    call: dict[str, Any] = {
         "tool": outcome.tool,
         "status": outcome.status.value,
         "s": _round_to_4_digits(outcome.latency_s),
         "queue": _round_to_4_digits(outcome.queue_s),
     }
     if outcome.step_reward:
-        found["reward"] = outcome.step_reward
+        call["reward"] = outcome.step_reward
     if outcome.is_invalid_call:
-        found["bad"] = True
+        call["bad"] = True
     # Show failures that are hidden from the policy.
-    return found | ({"answer": _truncate_text(outcome.answer)} if hidden else {})
+    return call | ({"answer": _truncate_text(outcome.answer)} if hidden else {})
 
 
 def _collapse_constant(values: Sequence[Any]) -> Any:

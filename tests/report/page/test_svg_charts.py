@@ -99,7 +99,7 @@ def test_a_short_series_is_kept_as_it_is():
 @given(st.lists(st.floats(allow_nan=True), min_size=30, max_size=200))
 def test_thinning_keeps_ends_extremes_and_what_is_not_finite(values):
     points = list(enumerate(values))
-    kept = downsample(points, most=20)
+    kept = downsample(points, max_points=20)
     steps = [step for step, _ in kept]
     assert steps == sorted(set(steps)) and {0, len(points) - 1} <= set(steps)
     finite = [value for value in values if math.isfinite(value)]
