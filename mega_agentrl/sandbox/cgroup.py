@@ -132,8 +132,8 @@ def _candidate_parents(controller: str, root: Path) -> list[Path]:
             _, controllers, path = line.split(":", 2)
             if controller in controllers.split(","):
                 own_path = path.strip("/")
-    own = root / own_path
-    candidates = dict.fromkeys([own, own.parent, root])
+    own_folder = root / own_path
+    candidates = dict.fromkeys([own_folder, own_folder.parent, root])
     return [folder for folder in candidates if folder.is_relative_to(root) and folder.is_dir()]
 
 

@@ -95,7 +95,7 @@ class SandboxPool:
             self._idle += [result for result in results if isinstance(result, Sandbox)]
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
-        """Run `code` in a fresh interpreter; raises nothing for what the code does."""
+        """Run `code` in a fresh interpreter; errors of the code are in the result."""
         if self._config.mode is PythonMode.stateful:
             return await self._run_in_session(code, timeout_s)
         limit_s = self._config.timeout_s if timeout_s is None else timeout_s
@@ -246,23 +246,23 @@ class SandboxPool:
 
     @contextlib.contextmanager
     def _borrowed_sandbox(self) -> Iterator[Sandbox]:
-        """Lend a sandbox to this thread; replace it unless the block leaves it in order.
+        """Lend a sandbox to this thread, and discard it if the block raises an error.
 
-        It is in order after a result or a refused order (`RequestRefusedError`).
+        After `RequestRefusedError` the sandbox still works and stays in the pool.
 
         Raises:
             SandboxLostError: No sandbox can be started.
         """
         sandbox = self._acquire_sandbox()
-        in_order = False
+        is_usable = False
         try:
             yield sandbox
-            in_order = True
+            is_usable = True
         except RequestRefusedError:
-            in_order = True
+            is_usable = True
             raise
         finally:
-            if in_order:
+            if is_usable:
                 self._release_sandbox(sandbox)
             else:
                 self._discard(sandbox)

@@ -7,7 +7,7 @@ JSON object with these keys:
 * `cgroups`: files to write the process id to.
 * `user`: user and group id to switch to, or null.
 * `folders`: folders that the user must reach, although it may have no access to a parent, such as
-  /root; they are bound elsewhere, in a mount namespace of its own.
+  /root; they are bound elsewhere, in a new mount namespace.
 * `command`: the command; `{0}` stands for the path of the first folder.
 
 It exits with `EXIT_SETUP_FAILED` and a message if the user cannot read a folder.

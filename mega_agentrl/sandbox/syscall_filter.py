@@ -5,10 +5,9 @@ import. Like the filters of Docker, Flatpak and bubblewrap's examples, it denies
 and namespaces, tracing and other processes' memory, keys, BPF, performance counters, io_uring,
 modules, clocks, accounting, inotify (its instances count per user) and unusual families and types
 of sockets. The interpreter adds a second filter against passing descriptors
-(`guest.syscalls.deny_sendmsg`). clone3 returns ENOSYS, so that the C
-library falls back to clone, whose flags a filter can inspect. System calls above
-`_MAX_KNOWN_SYSCALL` and calls of a foreign architecture return ENOSYS. The limits of processes and
-CPU time cannot be changed.
+(`guest.syscalls.deny_sendmsg`). clone3 returns ENOSYS, so that the C library falls back to clone,
+whose flags a filter can inspect. System calls above `_MAX_KNOWN_SYSCALL` and calls of a foreign
+architecture return ENOSYS. The limits of processes and CPU time cannot be changed.
 
 In a stateful sandbox the kernel asks the supervisor about a clone with namespace flags or
 CLONE_UNTRACED (`guest.interpreter_manager`); in a stateless one it is denied.

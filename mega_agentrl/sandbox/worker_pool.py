@@ -114,7 +114,7 @@ class WorkerPool:
 
     Args:
         num_workers: Number of processes.
-        timeout_s: Limit of one call, from when its function runs.
+        timeout_s: Limit of one call, from the start of its function.
         warm_up: Calls that each worker makes as it starts, to import slow modules and check early.
         environment: Environment variables of the workers.
         start_timeout_s: Limit for a worker's start, and for each warm-up call and each import.
@@ -344,8 +344,8 @@ class _WorkerProcess:
         try:
             return self._channel.receive(timeout_s=timeout_s)
         except TimeoutError as error:
-            doing = "did not return" if may_have_run else "was not imported"
-            message = f"{what}: {doing} within {timeout_s:g} s; its worker is killed"
+            failure = "did not return" if may_have_run else "was not imported"
+            message = f"{what}: {failure} within {timeout_s:g} s; its worker is killed"
             raise WorkerTimeoutError(message + self._log_tail()) from error
         except CONNECTION_ERRORS as error:
             raise self._lost_error(what, may_have_run=may_have_run) from error
@@ -369,7 +369,7 @@ class _WorkerProcess:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "it does not end"
+        return "it has not ended"
     if code == 128 + 9:
         return "killed by signal 9; probable cause: out of memory"
     return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"

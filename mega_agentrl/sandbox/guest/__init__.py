@@ -1,1 +1,1 @@
-"""The program inside the sandbox; standard library only, nothing else of ours is visible there."""
+"""The program inside the sandbox, which sees only the standard library and this package."""

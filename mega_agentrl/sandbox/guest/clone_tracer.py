@@ -1,13 +1,13 @@
-"""Holds all threads of a process but one, which clones, and stops the child at its birth.
+"""Holds all threads of a process except the one that clones, and stops the child at its birth.
 
 The kernel reads a process's limits inside the clone, so a limit that is raised for one clone is
-raised for all threads of the process. With ptrace none of them runs meanwhile: they are stopped
+raised for all threads of the process. With ptrace no other thread runs meanwhile: they are stopped
 one by one, the main thread may finish its system call, and the kernel stops it and its child before
 either returns to user mode. If the clone fails, the main thread goes on, but the kernel stops the
 first process or thread that it creates in the same way (the filter refuses CLONE_UNTRACED).
 
-The tracer needs no capabilities in its own user namespace: it created the ones that the traced
-processes are in. A tracer that ends detaches its processes.
+The tracer needs no capabilities in its own user namespace: it created the namespaces of the traced
+processes. A tracer that ends detaches its processes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GETEVENTMSG = 0x4201
 _SEIZE = 0x4206
 _INTERRUPT = 0x4207
 _DETACH = 17
-_OPTIONS_OF_BIRTHS = 0x2 | 0x4 | 0x8  # stop at a fork, vfork or clone, and trace the child
+_BIRTH_OPTIONS = 0x2 | 0x4 | 0x8  # stop at a fork, vfork or clone, and trace the child
 _BIRTH_EVENTS = (1, 2, 3)
 _EVENT_SHIFT = 8
 _WAIT_ALL = 0x40000000  # __WALL: threads too
@@ -37,7 +37,7 @@ _POLL_INTERVAL_S = 0.0001
 
 
 class CloneTracer:
-    """The traced threads of one process; see `traced_clone`."""
+    """The traced threads of one process; created by `traced_clone`."""
 
     def __init__(self, pid: int, deadline: float, *, is_child: bool) -> None:
         self._pid = pid
@@ -48,7 +48,7 @@ class CloneTracer:
 
     def hold_other_threads(self) -> None:
         """Trace the main thread, and stop all others; raises `OSError`."""
-        self._seize(self._pid, _OPTIONS_OF_BIRTHS)
+        self._seize(self._pid, _BIRTH_OPTIONS)
         while new := self._untraced_threads():
             for thread in new:
                 self._seize(thread, 0)
@@ -58,15 +58,15 @@ class CloneTracer:
                 raise TimeoutError(f"the threads of process {self._pid} did not stop")
 
     def run_clone(self, answer: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
-        """Let the main thread continue, and return what it has created, with both held.
+        """Let the main thread continue, and return the child that it has created, with both held.
 
         Args:
             answer: Lets the clone in which the main thread hangs continue.
-            is_over: Whether there is nothing to wait for any more.
+            is_over: Returns whether to stop waiting.
 
         Returns:
-            The process id of the child. None if there is none: the clone failed or a signal
-            interrupted it, `is_over()`, or the deadline is over.
+            The process id of the child. None if there is none: the clone failed, a signal
+            interrupted it, `is_over` returned True, or the deadline has passed.
 
         Raises:
             OSError: The main thread cannot be held.
@@ -95,7 +95,8 @@ class CloneTracer:
         """Let all traced threads go on.
 
         Raises:
-            TimeoutError: One of them cannot be stopped for that; the process was killed.
+            TimeoutError: A thread cannot be stopped, as its release requires; the process was
+                killed.
         """
         # The kernel reports a process's end only after that of its other threads.
         threads = sorted(self._signals, key=lambda thread: thread == self._pid)

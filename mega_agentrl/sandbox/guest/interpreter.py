@@ -3,8 +3,8 @@
 An interpreter is a clone of the warm supervisor and process 1 of its own PID namespace (where the
 kernel ignores signals that it sends to itself and has no handler for). Before it reads the first
 order it mounts its own `/tmp`, `/dev/shm` and `/proc`, applies its limits, drops all capabilities
-and installs the seccomp filter. From then on the policy's code controls it, and the supervisor must
-not trust its messages beyond its own calls.
+and installs the seccomp filter. From then on the policy's code controls it, so the supervisor lets
+its messages affect only its own calls.
 
 Orders, on its control channel::
 
@@ -270,7 +270,7 @@ def _fork_process(settings: GuestSettings) -> int:
 def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel:
     if settings.isolated:
         syscalls.drop_capabilities()
-    else:  # without a namespace only this ends it together with its parent
+    else:  # without a namespace the fork would outlive its parent
         syscalls.die_with_parent()
     os.setsid()  # a signal to its process group must not reach other interpreters
     out, err, control = fds
@@ -334,7 +334,7 @@ def run_code(module: types.ModuleType, code: str) -> int:
     except SystemExit as stop:
         if stop.code is None or isinstance(stop.code, int):
             return (stop.code or 0) & 0xFF
-        with contextlib.suppress(BaseException):  # both belong to the code
+        with contextlib.suppress(BaseException):  # the value and the stream belong to the code
             print(stop.code, file=sys.stderr)
         return 1
     except BaseException as error:  # noqa: BLE001  the policy's code may raise anything

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 _SETUP_TIMEOUT_S = 5.0
 _FORK_TIMEOUT_S = 8.0
-"""Time for a fork beside the stopping of processes; in all less than the host waits for it."""
+"""Time for a fork without the stopping of processes; the host waits longer than for both."""
 _CLONE_TIMEOUT_S = 2.0
 """Time for the ordered clone itself."""
 _MAX_EVENT_BYTES = 256
@@ -179,7 +179,7 @@ class InterpreterManager:
         self._settings = settings
 
     def check(self) -> None:
-        """Start and end an interpreter; raises like `spawn`, and if it cannot be traced."""
+        """Start and end an interpreter; raises like `spawn`, or `OSError` without ptrace."""
         interpreter = self.spawn()
         try:
             if self._settings.isolated:
@@ -230,7 +230,7 @@ class InterpreterManager:
 
         Raises:
             OSError, EOFError, ValueError: The fork failed. The parent is stopped and unchanged, or
-                killed if what it started meanwhile cannot be ended.
+                killed if processes that it started meanwhile cannot be ended.
         """
         deadline = time.monotonic() + _FORK_TIMEOUT_S
         with _InterpreterPipes() as pipes:
@@ -246,7 +246,7 @@ class InterpreterManager:
             self._set_up_fork(interpreter, parent, deadline)
         except CONNECTION_ERRORS:
             self.release(interpreter)
-            self._still_parent(parent, spare=parent.fork_pids)
+            self._stop_parent(parent, spare=parent.fork_pids)
             raise
         parent.retired = True
         return interpreter
@@ -315,13 +315,13 @@ class InterpreterManager:
         finally:
             if listener is not None:
                 listener.allow_fork(None)
-            self._still_parent(parent, spare={*parent.fork_pids, pid})
+            self._stop_parent(parent, spare={*parent.fork_pids, pid})
         if not pid:
-            raise ValueError(_INTERFERED)
+            raise ValueError(_INTERFERENCE)
         return pid
 
     def _run_clone(self, parent: InterpreterProcess, answer: Callable[[], None]) -> bool:
-        """Let the clone in which an interpreter's main thread hangs continue, by `answer`.
+        """Call `answer`, which lets the clone in which an interpreter's main thread hangs continue.
 
         The limit of processes is raised only while all other threads are held, and the child is
         held from its birth until its own limit is back.
@@ -348,10 +348,10 @@ class InterpreterManager:
         """Raise `ValueError` if a process has a higher limit than an interpreter may have."""
         soft, _ = resource.prlimit(pid, resource.RLIMIT_NPROC)
         if not 0 <= soft <= self._settings.num_processes:
-            raise ValueError(f"{_INTERFERED}: its limit of processes is {soft}")
+            raise ValueError(f"{_INTERFERENCE}: its limit of processes is {soft}")
 
-    def _still_parent(self, parent: InterpreterProcess, spare: set[int]) -> None:
-        """Stop an interpreter after a fork and end all else that it started; or kill it."""
+    def _stop_parent(self, parent: InterpreterProcess, spare: set[int]) -> None:
+        """Stop an interpreter after a fork and kill its other processes; kill it if that fails."""
         try:
             parent.send_signal(signal.SIGSTOP)
             processes.wait_until_stopped(parent.pid)
@@ -385,7 +385,7 @@ class InterpreterManager:
         _receive_event(interpreter.control, "ready", max(0.0, deadline - time.monotonic()))
         self.pause(interpreter)
         if interpreter.control.has_unread():
-            raise ValueError(_INTERFERED)
+            raise ValueError(_INTERFERENCE)
 
 
 class _InterpreterPipes:
@@ -465,11 +465,11 @@ def _wait_for_fork(
             listener.respond()
 
 
-_INTERFERED = "the fork is not the process that was ordered; the policy's code interfered"
+_INTERFERENCE = "the fork is not the process that was ordered; the policy's code interfered"
 
 
 def _verify_fork(interpreter: InterpreterProcess, parent: InterpreterProcess) -> None:
-    """Raise `ValueError` unless a stopped fork is what was ordered and harmless.
+    """Raise `ValueError` unless a stopped fork is the ordered process and harmless.
 
     It must lead a PID namespace and a session, be alone in that namespace, and have one thread and
     no capabilities.
@@ -486,4 +486,4 @@ def _verify_fork(interpreter: InterpreterProcess, parent: InterpreterProcess) ->
     is_stopped = fields["State"].split()[0] == "T"
     is_valid = is_leader and is_alone and is_stopped and not has_capabilities
     if not is_valid or own_namespace == parent_namespace:
-        raise ValueError(_INTERFERED)
+        raise ValueError(_INTERFERENCE)

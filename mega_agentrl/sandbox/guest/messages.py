@@ -1,4 +1,4 @@
-"""Every message inside a sandbox and between it and the host: the fields of each kind.
+"""The fields of all messages inside a sandbox and between it and the host.
 
 A `MessageTable` lists what one side of a channel may send. `Channel` checks each received message
 against its table before anyone reads a field, because the sender may be the policy's code. A
@@ -6,7 +6,7 @@ message with an unknown kind, a missing or unexpected field, or a value of anoth
 of its bounds raises `ValueError`, and the reader ends the sender: its interpreter, its session or,
 if the host reads it, the connection.
 
-To add a message or a field: its row here; the reader needs no checks of its own.
+To add a message or a field, add its row here; the reader needs no checks of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_TIMEOUT_S = 1e12
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer from `low` to `high`; true and false are none."""
+    """An integer from `low` to `high`, but not true or false."""
 
     low: int
     high: int
@@ -102,19 +102,19 @@ class MessageTable:
         fields = self.kinds.get(kind) if isinstance(kind, str) else None
         if fields is None:
             raise ValueError(
-                f"message with {self.key} {_shown(kind)}, expected one of {', '.join(self.kinds)}"
+                f"message with {self.key} {_repr(kind)}, expected one of {', '.join(self.kinds)}"
             )
         if message.keys() - {self.key} != fields.keys():
             raise ValueError(
-                f"{kind}: fields {_shown(sorted(message))}, expected {sorted({self.key, *fields})}"
+                f"{kind}: fields {_repr(sorted(message))}, expected {sorted({self.key, *fields})}"
             )
         for name, field in fields.items():
             if not field.accepts(message[name]):
-                raise ValueError(f"{kind}.{name}: got {_shown(message[name])}, expected {field}")
+                raise ValueError(f"{kind}.{name}: got {_repr(message[name])}, expected {field}")
 
 
-def _shown(value: object) -> str:
-    """Return the beginning of a value; a huge integer has no decimal text."""
+def _repr(value: object) -> str:
+    """Return the beginning of a value's repr, or its type if it has none (a huge integer)."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

@@ -2,7 +2,7 @@
 
 A fork is cloned by an interpreter that is filtered and has no capabilities, so another process must
 give it its ids, loopback, /proc and a copy of the files. The supervisor is in the parent of all
-interpreters' user namespaces, and a child of it therefore has every capability in them.
+interpreters' user namespaces, so a child of the supervisor has every capability in them.
 
 For each fork the supervisor starts one helper, which enters the fork's namespaces, does its work
 and exits; its exit status is the answer, so no answer can be taken for that of another job. A

@@ -86,10 +86,10 @@ def kill_descendants(pid: int, *, spare: set[int]) -> None:
     stopped: set[int] = set()
     last_alive: set[int] | None = None
     while True:
-        found = _descendants(pid, spare)
-        if not found:  # not even one that has ended and left a child
+        descendants = _descendants(pid, spare)
+        if not descendants:  # not even a zombie, which may have left children
             return
-        alive = set(filter(_is_alive, found))
+        alive = set(filter(_is_alive, descendants))
         # A process may fork just before it stops and after it was listed. A list is complete only
         # if it equals the one before and all processes in that one had already stopped.
         if alive == last_alive:

@@ -29,8 +29,8 @@ state_lost: the state of earlier calls was lost before this one. alive: this cal
 num_dropped_bytes: bytes cut from the end of stdout and the beginning of stderr, whose last line is
 the one that matters. A negative code is a signal.
 
-To add an order: its messages above and in `messages`, its handler in `Supervisor`, the method that
-sends it in `client`, a test in `tests/sandbox/guest/test_supervisor.py`.
+To add an order, add its messages above and in `messages`, its handler in `Supervisor`, the method
+that sends it in `client`, and a test in `tests/sandbox/guest/test_supervisor.py`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MAX_READS_PER_TURN = 16
 """Reads of 64 KiB from a pipe before other events are served."""
 
 _MAX_LAST_READS = 256
-"""Reads at a call's end: a pipe holds at most so many parts, which one read may return singly."""
+"""Reads at a call's end: a pipe has at most this many buffers, and a read may return only one."""
 
 
 class OutputBuffer:
@@ -219,7 +219,7 @@ class Supervisor:
             elif kind == "fork" and self._settings.stateful:
                 self._fork(client)
             else:
-                raise ValueError(f"order {kind}, expected one of this channel's")
+                raise ValueError(f"got the order {kind}, which this channel does not accept")
         except CONNECTION_ERRORS as error:
             notes = " ".join(getattr(error, "__notes__", ()))
             text = f"{error} {notes}".strip().encode("utf-8", "replace").decode()
@@ -344,7 +344,7 @@ class Supervisor:
     def _read_done_event(self, call: RunningCall) -> None:
         try:
             events = call.interpreter.control.receive_available()
-        except ValueError:  # no frame that an interpreter of ours sends
+        except ValueError:  # not a frame that our interpreter sends
             self._finish_call(call, "exit")
             return
         except (EOFError, OSError):  # the interpreter closed the channel; its pidfd reports its end

@@ -53,7 +53,7 @@ HOST_IDS = (os.getuid(), os.getgid())
 _SYSCALL_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
 CLONE_NUMBER, _SECCOMP_NUMBER = _SYSCALL_NUMBERS.get(platform.machine(), (-1, -1))
 
-_SENDING_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.machine(), ())
+_SENDMSG_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.machine(), ())
 """Numbers of sendmsg and sendmmsg."""
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -194,10 +194,10 @@ def install_seccomp_filter(program: bytes, *, listener: bool) -> int:
     """
     check_status(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     buffer = ctypes.create_string_buffer(program, len(program))
-    filled = _SockFprog(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(buffer))
+    sock_fprog = _SockFprog(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(buffer))
     flags = _SECCOMP_FILTER_FLAG_NEW_LISTENER if listener else 0
     status: int = libc.syscall(
-        _SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, ctypes.c_ulong(flags), ctypes.byref(filled)
+        _SECCOMP_NUMBER, _SECCOMP_SET_MODE_FILTER, ctypes.c_ulong(flags), ctypes.byref(sock_fprog)
     )
     return check_status(status, "install the system call filter")
 
@@ -212,16 +212,16 @@ def deny_sendmsg() -> None:
     """
     instruction = struct.Struct("HBBI")
     program = [instruction.pack(0x20, 0, 0, 0)]  # load the number
-    for index, number in enumerate(_SENDING_NUMBERS):
-        # If equal, skip the rest and the line that allows.
-        program.append(instruction.pack(0x15, len(_SENDING_NUMBERS) - index, 0, number))
+    for index, number in enumerate(_SENDMSG_NUMBERS):
+        # If equal, skip the other comparisons and the instruction that allows the call.
+        program.append(instruction.pack(0x15, len(_SENDMSG_NUMBERS) - index, 0, number))
     program.append(instruction.pack(0x06, 0, 0, 0x7FFF0000))  # allow
     program.append(instruction.pack(0x06, 0, 0, 0x00050000 | errno.EPERM))
     install_seccomp_filter(b"".join(program), listener=False)
 
 
 class _Hidden:
-    """An attribute that neither objects nor their class have."""
+    """A descriptor that hides an attribute of a class and its objects."""
 
     def __get__(self, instance: object, owner: type) -> Any:
         raise AttributeError(f"{owner.__name__}.sendmsg is not permitted in the sandbox")

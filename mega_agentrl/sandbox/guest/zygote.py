@@ -1,11 +1,11 @@
 """The warm process of a stateful sandbox, which forks one supervisor for each session.
 
-It holds the imported modules and reads the host's main channel, and nothing that an interpreter
-wrote: what a session's code does to its supervisor ends with that session. The supervisor owns the
-session's interpreters and forks (`supervisor`). When it ends, however it ends, the zygote kills the
-processes that it has left, which the kernel hands to the zygote.
+It holds the imported modules. It reads the host's main channel, but nothing that an interpreter
+wrote, so that whatever a session's code does to its supervisor ends with that session. The
+supervisor owns the session's interpreters and forks (`supervisor`). When it ends, however it ends,
+the zygote kills the processes that it has left, which the kernel hands to the zygote.
 
-It starts a session in three steps, so that every process of it is born in its cgroup::
+It starts a session in three steps, so that all processes of the session start in its cgroup::
 
     -> {"order": "open"} + channel       <- {"event": "opened"} + pidfd of the supervisor
     the host moves the supervisor, which has no children yet, into the cgroup
@@ -47,7 +47,7 @@ class Zygote:
         self._poller.register(channel, select.POLLIN)
 
     def serve(self) -> None:
-        """Serve until the main channel closes; an error of the first interpreter is passed on."""
+        """Serve until the main channel closes; raises if the first interpreter does not start."""
         syscalls.adopt_orphans()
         interpreters = InterpreterManager(self._settings)
         interpreters.check()
@@ -65,7 +65,7 @@ class Zygote:
                     self._handle_order(order)
 
     def _on_supervisor_exit(self, pidfd: int) -> None:
-        """End what a supervisor has left, and collect the processes that have ended by now."""
+        """Kill the processes that a supervisor has left, and collect those that have ended."""
         self._poller.unregister(pidfd)
         os.close(pidfd)
         os.waitpid(self._supervisor_pids.pop(pidfd), 0)
