@@ -112,7 +112,7 @@ def run(composed: DictConfig) -> float:
     if renamed_dir is not None:
         print(f"moved the earlier run in {run_dir} to {renamed_dir}")
     _set_up_file_logging(run_dir)
-    # Again, because a sweep launcher calls `run` without `__main__`.
+    # A sweep launcher calls `run` without `__main__`, which installs the handlers otherwise.
     PROCESS_SIGNAL_HANDLER.install()
     with ClusterConnection(config) as cluster:
         inputs = _read_inputs(config, run_dir, cluster)
@@ -122,7 +122,7 @@ def run(composed: DictConfig) -> float:
 def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection) -> RunInputs:
     """Read and check the inputs that the configuration names.
 
-    The user's algorithm is imported, and Ray starts meanwhile, once the prompts are valid.
+    Once the prompts are valid, import the user's algorithm and let Ray start in the background.
     """
     from mega_agentrl.runtime.inputs import read_inputs
 
@@ -227,8 +227,8 @@ def describe_interruption(run_dir: Path, handler: SignalHandler) -> str:
     cause = "" if handler.received_signal is None else f" ({Signals(handler.received_signal).name})"
     message = f"interrupted{cause}; every process was ended. "
     if folders := valid_checkpoints(run_dir):
-        where = read_run_state(folders[0]).position
-        message += f"The same command resumes the run after {where}, from {folders[0]}."
+        position = read_run_state(folders[0]).position
+        message += f"The same command resumes the run after {position}, from {folders[0]}."
     else:
         message += "There is no checkpoint to resume from: the same command starts at step 1."
     metrics = run_dir / METRICS_FILE
@@ -245,8 +245,8 @@ def _check_command_line(line: CommandLine, folder: Path) -> None:
     # Hydra composes each job of a sweep, and reports what is wrong with the values in it.
     overrides = without_swept(line.overrides) if line.is_sweep else line.overrides
     composed = compose_settings(overrides, folder, *line.config_dirs)
-    for sentence in repeated_keys(line.overrides):
-        print(f"mega_agentrl: {sentence}", file=sys.stderr)
+    for warning in repeated_keys(line.overrides):
+        print(f"mega_agentrl: {warning}", file=sys.stderr)
     if not line.starts_run:
         return
     if not line.is_sweep:
@@ -265,10 +265,10 @@ def _check_values(composed: DictConfig) -> None:
 
 
 def _check_run_dir(composed: DictConfig) -> None:
-    """Create the folder of the run or sweep, which Hydra would do with a traceback if it fails.
+    """Create the folder of the run or sweep; on failure Hydra would print a traceback.
 
-    A path with an interpolation is only checked, because Hydra may resolve it to another one (the
-    time of day) or alone can (`${hydra.job.num}`).
+    A path with an interpolation is only checked: Hydra may resolve it to another path later (the
+    time of day), or only Hydra can resolve it (`${hydra.job.num}`).
     """
     if not OmegaConf.is_interpolation(composed, "run_dir"):
         create_run_dir(Path(composed.run_dir))
@@ -278,7 +278,7 @@ def _check_run_dir(composed: DictConfig) -> None:
 
 
 def _print_help(text: str) -> None:
-    """Print a text; end quietly if nobody reads on, as in `--help | head`."""
+    """Print a text; ignore that the reader closed the pipe, as in `--help | head`."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # Python flushes again at exit

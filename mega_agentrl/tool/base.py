@@ -22,12 +22,11 @@ Example, a tool with a memory::
         async def fork(self, state):
             return list(state)
 
-A plain function becomes a tool with one decorator, see `function`. `user_tools` loads both from a
-yaml file.
+The decorator of `function` makes a plain function a tool. `user_tools` loads both from a yaml file.
 
 To add a tool to a run: subclass `Tool`, or decorate a function, and name it in the yaml file of
-`tool.user_tools_file`. To add a built-in tool: a section in `config/sections/tools.py`, a line in
-`toolkit.build_toolkit`, a test like `tests/tool/test_python_tool.py`.
+`tool.user_tools_file`. To add a built-in tool, add a section to `config/sections/tools.py`, a line
+to `toolkit.build_toolkit` and a test like `tests/tool/test_python_tool.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Tool(ABC):
     text_argument: str
     """The argument that receives the text of a tag."""
     parameters: Mapping[str, Any] | None = None
-    """JSON schema of all arguments; None: one text, `text_argument`."""
+    """JSON schema of all arguments; None for one text, `text_argument`."""
     timeout_s: float | None = 60.0
     """Hard limit of one execution, enforced by the session; None for a tool that enforces its own.
     """
@@ -98,7 +97,7 @@ class Tool(ABC):
         """Raise `ValueError` for kwargs of a prompt that cannot work, before the run starts.
 
         Args:
-            kwargs: the prompt's `create_kwargs`, `execute_kwargs`, ..., those that it sets.
+            kwargs: the prompt's `create_kwargs`, `execute_kwargs`, ..., as far as it sets them.
         """
         return
 

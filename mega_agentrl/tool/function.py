@@ -1,4 +1,4 @@
-"""Turns a function into a tool: `@tool` over type hints and a docstring.
+"""Turns a function with type hints and a docstring into a tool: the decorator `@tool`.
 
 Example::
 
@@ -81,12 +81,12 @@ class FunctionTool(Tool):
     async def execute(
         self, state: Any, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
     ) -> ToolResponse:
-        """Call the function; `kwargs` fixes parameters, whatever the policy passed."""
-        given = {**arguments, **kwargs}
+        """Call the function; `kwargs` overrides the arguments of the policy."""
+        call_kwargs = {**arguments, **kwargs}
         if self._is_async:
-            value = await self.function(**given)
+            value = await self.function(**call_kwargs)
         else:
-            value = await run_in_thread(lambda: self.function(**given))
+            value = await run_in_thread(lambda: self.function(**call_kwargs))
         if isinstance(value, ToolResponse):
             return value
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

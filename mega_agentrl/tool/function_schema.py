@@ -5,8 +5,8 @@ The schema has the form::
     {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
 
 `parameters` is a JSON schema (draft 2020-12) of an object. Nothing is fetched: references to other
-documents do not resolve. Errors of the schema are its author's (`ValueError` at construction);
-errors of arguments are the policy's (`ValueError` with a text for it).
+documents do not resolve. An invalid schema is an error of its author (`ValueError` at
+construction); wrong arguments are an error of the policy (`ValueError` with a message for it).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FunctionSchema:
 
     Args:
         schema: the schema.
-        where: names its origin in errors, such as a file and an entry.
+        where: origin of the schema for error messages, such as a file and an entry.
     """
 
     def __init__(self, schema: Mapping[str, Any], where: str) -> None:
@@ -65,21 +65,21 @@ class FunctionSchema:
         """Return the arguments with the types that the schema asks for.
 
         A text is parsed as JSON where the parameter does not take a text, since a tag can hold
-        nothing else.
+        only text.
 
         Raises:
             ValueError: the arguments do not fit; the message is for the policy.
         """
-        given = dict(arguments)
-        if ALL_ARGUMENTS_AS_JSON in given:
-            given = self._parse_json_object(str(given[ALL_ARGUMENTS_AS_JSON]))
-        given = {name: self._coerce_argument(name, value) for name, value in given.items()}
-        error = best_match(self._validator.iter_errors(given))
+        values = dict(arguments)
+        if ALL_ARGUMENTS_AS_JSON in values:
+            values = self._parse_json_object(str(values[ALL_ARGUMENTS_AS_JSON]))
+        values = {name: self._coerce_argument(name, value) for name, value in values.items()}
+        error = best_match(self._validator.iter_errors(values))
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
             message = f"{place}: {error.message}" if place else error.message
             raise ValueError(f"Tool({self.name}) got wrong arguments: {_truncate(message)}")
-        return given
+        return values
 
     def _coerce_argument(self, name: str, value: Any) -> Any:
         validator = self._parameter_validators.get(name)
@@ -93,13 +93,13 @@ class FunctionSchema:
 
     def _parse_json_object(self, text: str) -> dict[str, Any]:
         try:
-            given = json.loads(text)
+            parsed = json.loads(text)
         except (ValueError, RecursionError) as error:
             got = f"{error}"
         else:
-            if isinstance(given, dict):
-                return given
-            got = f"got {type(given).__name__}"
+            if isinstance(parsed, dict):
+                return parsed
+            got = f"got {type(parsed).__name__}"
         names = ", ".join(self._parameter_validators)
         raise ValueError(
             f"Tool({self.name}) takes a JSON object with some of the keys {names}; {_truncate(got)}"

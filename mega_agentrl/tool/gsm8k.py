@@ -82,10 +82,10 @@ class Gsm8kTool(Tool):
 
 def parse_answer(text: str) -> Fraction | None:
     """Return the value of the last number in the text, or None if there is none."""
-    found = _NUMBER_PATTERN.findall(text)
-    if not found:
+    numbers = _NUMBER_PATTERN.findall(text)
+    if not numbers:
         return None
-    number, _, denominator = found[-1].replace(",", "").replace("$", "").partition("/")
+    number, _, denominator = numbers[-1].replace(",", "").replace("$", "").partition("/")
     if denominator and not int(denominator):
         return None
     return Fraction(number) / int(denominator or 1)
@@ -97,11 +97,11 @@ def parse_ground_truth(kwargs: Mapping[str, Any], where: str) -> Fraction:
     Raises:
         ValueError: there is no ground truth, or it has no number; the message begins with `where`.
     """
-    given = kwargs.get("ground_truth")
-    truth = parse_answer(str(given).rpartition("####")[2]) if given is not None else None
+    value = kwargs.get("ground_truth")
+    truth = parse_answer(str(value).rpartition("####")[2]) if value is not None else None
     if truth is None:
         raise ValueError(
-            f"{where}.ground_truth is {given!r}, expected a number or a solution that ends in "
+            f"{where}.ground_truth is {value!r}, expected a number or a solution that ends in "
             "'#### number'; probable cause: the dataset was made for another tool or interaction"
         )
     return truth

@@ -35,44 +35,46 @@ _METHODS = (
 
 
 def check_methods(tool: Tool, key: str) -> None:
-    """Check that the methods of a tool's class are called as those of `Tool`.
+    """Check that the methods of a tool can be called like those of `Tool`.
 
     Args:
         tool: the tool.
-        key: names its origin in errors, such as a file and an entry.
+        key: origin of the tool for error messages, such as a file and an entry.
 
     Raises:
-        ConfigError: a method is no function, is `async` where `Tool`'s is not or the reverse, or
+        ConfigError: a method is not callable, is `async` where `Tool`'s is not or the reverse, or
             cannot be called with the arguments of `Tool`'s; or there is `create` without `fork`.
-            Its key ends in `CLASS.METHOD`, its cause has file and line.
+            The error's key ends in `CLASS.METHOD`, its cause has file and line.
     """
     for name in _METHODS:
-        given, base = getattr(tool, name), getattr(Tool, name)
-        if getattr(given, "__func__", None) is base:
+        method, base_method = getattr(tool, name), getattr(Tool, name)
+        if getattr(method, "__func__", None) is base_method:
             continue
         place = f"{key}, {type(tool).__name__}.{name}"
-        is_async = inspect.iscoroutinefunction(base)
-        parameters = list(inspect.signature(base).parameters)
-        shown = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
-        if not callable(given):
-            raise ConfigError(place, given, shown)
-        got = _described(given, name)
-        if inspect.iscoroutinefunction(inspect.unwrap(given)) is not is_async:
+        is_async = inspect.iscoroutinefunction(base_method)
+        parameters = list(inspect.signature(base_method).parameters)
+        expected = f"{'async ' if is_async else ''}def {name}({', '.join(parameters)})"
+        if not callable(method):
+            raise ConfigError(place, method, expected)
+        got = _format_signature(method, name)
+        if inspect.iscoroutinefunction(inspect.unwrap(method)) is not is_async:
             problem = "the method is not async" if is_async else "the method is async"
-            raise ConfigError(place, got, shown, f"{problem} ({source_location(given)})")
+            raise ConfigError(place, got, expected, f"{problem} ({source_location(method)})")
         try:
-            inspect.signature(given).bind(*parameters[1:])
+            inspect.signature(method).bind(*parameters[1:])
         except TypeError as error:
             cause = f"a call with {len(parameters) - 1} positional arguments: {error}"
-            raise ConfigError(place, got, shown, f"{cause} ({source_location(given)})") from error
-    kind = type(tool)
-    if kind.create is not Tool.create and kind.fork is Tool.fork:
+            raise ConfigError(
+                place, got, expected, f"{cause} ({source_location(method)})"
+            ) from error
+    tool_class = type(tool)
+    if tool_class.create is not Tool.create and tool_class.fork is Tool.fork:
         raise ConfigError(
-            f"{key}, {kind.__name__}.fork",
+            f"{key}, {tool_class.__name__}.fork",
             "not defined",
             "async def fork(self, state), as the class has a method create",
             "branches of a trajectory would share one state; return the state itself if they may "
-            f"({source_location(kind.create)})",
+            f"({source_location(tool_class.create)})",
         )
 
 
@@ -81,14 +83,14 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
 
     Args:
         tool: the tool.
-        where: names its origin in errors.
+        where: origin of the tool for error messages.
 
     Raises:
         ValueError: the schema is invalid, or fits no call, or does not fit the tool's name, its
             `text_argument` or, for a function, its parameters.
     """
     try:
-        given = tool.schema()
+        raw_schema = tool.schema()
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(
             f"{where}, {type(tool).__name__}.schema",
@@ -96,7 +98,7 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
             "a JSON schema of an object as parameters, or a method that returns the schema",
             f"{type(error).__name__}: {error}",
         ) from error
-    schema = FunctionSchema(given, where)
+    schema = FunctionSchema(raw_schema, where)
     if schema.name != tool.name:
         raise ValueError(f"{where}: its schema is named {schema.name!r}, expected {tool.name!r}")
     properties = schema.parameters.get("properties", {})
@@ -130,7 +132,7 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
     return schema
 
 
-def _described(method: Callable[..., Any], name: str) -> str:
+def _format_signature(method: Callable[..., Any], name: str) -> str:
     is_async = inspect.iscoroutinefunction(inspect.unwrap(method))
     function = inspect.unwrap(getattr(method, "__func__", method))
     parameters = ", ".join(inspect.signature(function).parameters)

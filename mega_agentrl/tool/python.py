@@ -8,7 +8,7 @@ The value of the last expression is printed, as in a notebook. The response is t
 or the error text if the code failed. Code that prints nothing runs once and gets
 `EMPTY_OUTPUT_MESSAGE` (ARPO's released code runs it three times).
 
-The tool does not know where the sandboxes are: a `SandboxProvider` has them in this process
+The tool does not know where the sandboxes are: a `SandboxProvider` runs them in this process
 (`sandbox.pool`) or on other nodes (`runtime.sandboxes.remote_pool`).
 """
 
@@ -35,7 +35,7 @@ class InterpreterSession(Protocol):
     """One trajectory's interpreter; `sandbox.session.SandboxSession` implements it."""
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
-        """Run `code`; raises nothing for what it does. Cancelling ends it at once."""
+        """Run `code`; its errors are in the result. Cancelling ends it at once."""
 
     async def fork(self) -> InterpreterSession:
         """Return a session that continues from this state; raises `RuntimeError` if that fails."""
@@ -58,10 +58,10 @@ class SandboxProvider(Protocol):
         """Start the sandboxes once, before all else; raises `ValueError` if that fails."""
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
-        """Run `code` in a fresh interpreter; raises nothing for what it does."""
+        """Run `code` in a fresh interpreter; its errors are in the result."""
 
     async def open(self) -> InterpreterSession:
-        """Return a new session; raises `RuntimeError` if none can be had."""
+        """Return a new session; raises `RuntimeError` if none can be opened."""
 
     async def close(self) -> None:
         """End all sandboxes. Safe to call twice."""
@@ -103,7 +103,7 @@ class PythonTool(Tool):
         self._sandbox_provider.close_now()
 
     async def create(self, kwargs: Mapping[str, Any]) -> InterpreterSession | None:
-        """Open the trajectory's interpreter; raises `RuntimeError` if none can be had."""
+        """Open the trajectory's interpreter; raises `RuntimeError` if that fails."""
         return await self._sandbox_provider.open() if self._stateful else None
 
     async def execute(

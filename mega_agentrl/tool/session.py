@@ -69,11 +69,11 @@ class RegisteredTool:
     slots: asyncio.Semaphore
     """One slot for each concurrent execution; first come, first served."""
     first_calls: Mapping[str, FirstCalls]
-    """Watches each method of `METHODS` of a user's tool; empty for a built-in tool, whose failures
+    """Watchers by method (`METHODS`) of a user's tool; empty for a built-in tool, whose failures
     are those of sandboxes and services."""
 
     def watch(self, method: str) -> FirstCalls:
-        """Return what watches a method's calls."""
+        """Return the watcher of a method's first calls."""
         return self.first_calls.get(method) or _UNWATCHED
 
 
@@ -232,7 +232,7 @@ class TrajectoryToolSession:
         states, self._states = self._owned_states(), {}
         if not states:
             return
-        work = [self._release_one(name, state) for name, state in states.items()]
+        work = [self._release_tool(name, state) for name, state in states.items()]
         releasing = asyncio.gather(*work, return_exceptions=True)
         try:
             await asyncio.shield(releasing)
@@ -268,7 +268,7 @@ class TrajectoryToolSession:
                 merged |= self._kwargs_for(name, key)
         return merged
 
-    async def _release_one(self, name: str, state: Any) -> None:
+    async def _release_tool(self, name: str, state: Any) -> None:
         work = self._tools[name].tool.release(state, self._group_kwargs(name, "release_kwargs"))
         await self._run_lifecycle_step(name, "release", work)
 
@@ -276,7 +276,7 @@ class TrajectoryToolSession:
         """Return a new state; a state that comes after the deadline is released."""
 
         async def undo(state: Any) -> None:
-            await self._release_one(name, state)
+            await self._release_tool(name, state)
 
         return await self._run_lifecycle_step(name, step, work, undo)
 

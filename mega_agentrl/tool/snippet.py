@@ -3,7 +3,7 @@
 `truncate_to_tokens` keeps the beginning; `text_from_best_window` starts at the window with most of
 a query's words, where each distinct word counts once, weighted by how rare it is in the text. A
 codec is not thread-safe, so functions that take one belong on the event loop's thread;
-`text_from_best_window`, which reads the whole text, takes none.
+`text_from_best_window`, which reads the whole text, takes no codec.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ELLIPSIS = " ..."
 
 _WORD = re.compile(r"\S+")
 _QUERY_WORD = re.compile(r"[^\W_]+")
-_MAX_CHARS_PER_TOKEN = 16  # above that of real text; bounds the text encoded at once
+_MAX_CHARS_PER_TOKEN = 16  # more than in real text; bounds the text encoded at once
 _SAMPLE_CHARS = 4000
-_TOLERANCE_DIVISOR = 64  # budget tokens per character that a cut may come early
+_TOLERANCE_DIVISOR = 64  # a cut may be 1 + max_tokens / 64 characters early
 
 
 def truncate_to_tokens(text: str, codec: TextCodec, max_tokens: int) -> str:
@@ -37,17 +37,17 @@ def truncate_to_tokens(text: str, codec: TextCodec, max_tokens: int) -> str:
     def is_short(size: int) -> bool:
         return len(codec.encode(text[:size].rstrip() + ELLIPSIS)) <= max_tokens
 
-    fits, breaks = 0, min(len(text), limit) + 1
+    low, high = 0, min(len(text), limit) + 1
     # The first guess is from the text's average rate: the bisection then encodes short texts only.
-    guess = int(1.2 * breaks * max_tokens / max(1, num_tokens))
-    while breaks - fits > 1 + max_tokens // _TOLERANCE_DIVISOR:
-        middle = guess if fits < guess < breaks else (fits + breaks) // 2
+    guess = int(1.2 * high * max_tokens / max(1, num_tokens))
+    while high - low > 1 + max_tokens // _TOLERANCE_DIVISOR:
+        middle = guess if low < guess < high else (low + high) // 2
         guess = 0
         if is_short(middle):
-            fits = middle
+            low = middle
         else:
-            breaks = middle
-    return text[: _word_end(text, fits)].rstrip() + ELLIPSIS
+            high = middle
+    return text[: _word_end(text, low)].rstrip() + ELLIPSIS
 
 
 def estimate_max_words(text: str, codec: TextCodec, max_tokens: int) -> int:
@@ -73,27 +73,27 @@ def text_from_best_window(text: str, query: str, num_words: int) -> str:
 
 def _best_window_start(hits: Sequence[Sequence[str]], size: int) -> int:
     """Return the index of the first word of the best window, with the hits in its middle."""
-    counts = Counter(word for found in hits for word in found)
+    counts = Counter(word for words in hits for word in words)
     weight = {word: 1 / math.sqrt(count) for word, count in counts.items()}
-    inside: Counter[str] = Counter()
+    counts_in_window: Counter[str] = Counter()
     score = best_score = 0.0
     best_end = -1
-    for end, found in enumerate(hits):
-        for word in found:
-            score += weight[word] if not inside[word] else 0.0
-            inside[word] += 1
+    for end, words in enumerate(hits):
+        for word in words:
+            score += weight[word] if not counts_in_window[word] else 0.0
+            counts_in_window[word] += 1
         if end >= size:
             for word in hits[end - size]:
-                inside[word] -= 1
-                score -= weight[word] if not inside[word] else 0.0
+                counts_in_window[word] -= 1
+                score -= weight[word] if not counts_in_window[word] else 0.0
         if score > best_score + 1e-9:
             best_score, best_end = score, end
     if best_end < 0:
         return 0
     first = max(0, best_end - size + 1)
-    inside_at = [index for index in range(first, best_end + 1) if hits[index]]
-    middle = (inside_at[0] + inside_at[-1]) // 2
-    return max(0, min(middle - size // 2, inside_at[0]))
+    hit_indices = [index for index in range(first, best_end + 1) if hits[index]]
+    middle = (hit_indices[0] + hit_indices[-1]) // 2
+    return max(0, min(middle - size // 2, hit_indices[0]))
 
 
 def _word_end(text: str, end: int) -> int:

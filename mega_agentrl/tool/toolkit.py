@@ -111,11 +111,11 @@ class ToolKit:
             try:
                 check_tools_kwargs(prompt.tools_kwargs, self._tools)
                 # As in a session: a prompt that names no tool gets all of them.
-                given = {
+                kwargs_by_tool = {
                     n: kwargs for n, kwargs in prompt.tools_kwargs.items() if kwargs is not None
                 }
-                for name in given or self._tools:
-                    self._tools[name].tool.check_kwargs(given.get(name, {}))
+                for name in kwargs_by_tool or self._tools:
+                    self._tools[name].tool.check_kwargs(kwargs_by_tool.get(name, {}))
             except ValueError as error:
                 raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
 
@@ -125,11 +125,11 @@ class ToolKit:
         Raises:
             ValueError: a tool cannot start; all tools are closed again.
         """
-        started = await asyncio.gather(
+        results = await asyncio.gather(
             *(registered.tool.start() for registered in self._tools.values()),
             return_exceptions=True,
         )
-        failures = [result for result in started if isinstance(result, BaseException)]
+        failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
             await self.close()
             raise failures[0]
@@ -199,12 +199,12 @@ def build_toolkit(
         config: section `tool`.
         codec: counts the tokens of search and browse responses.
         user_tools: what `load_tools` returns.
-        control_tokens: see `ToolKit`.
+        control_tokens: special tokens of the model's tokenizer, which are escaped in tool output.
         api_key: the value of the environment variable `config.search.api_key_env`.
         sandboxes: where Python code runs; None for a pool in this process.
         protocol: how calls are written.
-        escapes: see `ToolKit`.
-        max_failed_first_calls: see `ToolKit`; holds for user tools.
+        escapes: False, for the tag protocol only, passes tool output on without escaping.
+        max_failed_first_calls: number of first calls of a user tool of which one must succeed.
     """
     cache = None
     fallback_dir = None
@@ -285,9 +285,9 @@ def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
 
 
 def _source_file(tool: Tool) -> str:
-    """Return the file of a tool's class or function, or the name of its module without one."""
-    found = tool.function if isinstance(tool, FunctionTool) else type(tool)
+    """Return the file of a tool's class or function, or its module's name if it has no file."""
+    source = tool.function if isinstance(tool, FunctionTool) else type(tool)
     try:
-        return inspect.getfile(found)
+        return inspect.getfile(source)
     except (TypeError, OSError):
-        return found.__module__
+        return source.__module__

@@ -61,8 +61,8 @@ def load_user_tools(
         path: the yaml file.
         built_in: classes of the other tools of the run by name, which no tool here may have.
     """
-    own_keys = ("timeout_s", "max_concurrent", "tool_schema")
-    entries = read_user_entries(Path(path), "tool.user_tools_file", own_keys, head="tools")
+    optional_keys = ("timeout_s", "max_concurrent", "tool_schema")
+    entries = read_user_entries(Path(path), "tool.user_tools_file", optional_keys, head="tools")
     owners = {name: f"the built-in {kind.__name__}" for name, kind in (built_in or {}).items()}
     tools = []
     for number, entry in enumerate(entries, start=1):
@@ -82,18 +82,18 @@ def load_user_tools(
 
 def _make_tools(entry: UserEntry) -> list[Tool]:
     """Return the tool of the entry, or those of its set."""
-    found = _load(entry)
-    entry = _without_verl_type(entry, found)
-    if isinstance(found, type) and issubclass(found, ToolSet):
+    target = _load(entry)
+    entry = _without_verl_type(entry, target)
+    if isinstance(target, type) and issubclass(target, ToolSet):
         if entry.values.get("tool_schema") is not None:
             raise ConfigError(f"{entry.key}, tool_schema", "a schema", "none for several tools")
-        tools: Sequence[Tool] = entry.construct(found, ToolSet, _EXPECTED_CLASS).tools()
-    elif isinstance(found, FunctionTool):
+        tools: Sequence[Tool] = entry.construct(target, ToolSet, _EXPECTED_CLASS).tools()
+    elif isinstance(target, FunctionTool):
         if entry.arguments:
             raise ConfigError(f"{entry.key}, config", entry.arguments, "none for a function")
-        tools = [copy.copy(found)]
+        tools = [copy.copy(target)]
     else:
-        tools = [entry.construct(found, Tool, _EXPECTED_CLASS)]
+        tools = [entry.construct(target, Tool, _EXPECTED_CLASS)]
     return [_configured(tool, entry) for tool in tools]
 
 
@@ -125,19 +125,19 @@ def _load(entry: UserEntry) -> Any:
     key = f"{entry.key}, class_name"
     if name.startswith("verl."):
         raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)
-    found = entry.load(_EXPECTED_CLASS)
-    if isinstance(found, type) and not issubclass(found, Tool | ToolSet):
-        execute = getattr(found, "execute", None)
+    target = entry.load(_EXPECTED_CLASS)
+    if isinstance(target, type) and not issubclass(target, Tool | ToolSet):
+        execute = getattr(target, "execute", None)
         if callable(execute) and _VERL_PARAMETER in inspect.signature(execute).parameters:
             raise ConfigError(key, name, _EXPECTED_CLASS, _VERL_CAUSE)
-    return found
+    return target
 
 
-def _without_verl_type(entry: UserEntry, found: Any) -> UserEntry:
+def _without_verl_type(entry: UserEntry, target: Any) -> UserEntry:
     """Return the entry without verl's `type: native` unless the class has such an argument."""
     if entry.arguments.get("type") != "native":
         return entry
-    if isinstance(found, type) and "type" in inspect.signature(found).parameters:
+    if isinstance(target, type) and "type" in inspect.signature(target).parameters:
         return entry
     arguments = {key: value for key, value in entry.arguments.items() if key != "type"}
     return replace(entry, values={**entry.values, "config": arguments})

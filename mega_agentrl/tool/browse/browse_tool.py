@@ -1,6 +1,6 @@
 """The browse tool: returns the text of one web page, around the words of a query.
 
-The call's text is the URL, optionally followed by a query; as a function call, `url` and `query`.
+The call's text is the URL, optionally followed by a query; a function call has `url` and `query`.
 The whole text of a page is cached, so that another query needs no request; the domain lists apply
 to cached pages as well. A page that may not be read, does not exist or fails is an error of the
 policy (`user_error`), which sees the reason. A missed deadline is a timeout; a failing resolver or
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 EMPTY_PAGE_MESSAGE = "The page has no text."
 
 MAX_PAGE_BYTES = 2 << 20
-"""The rest of a longer page is not read."""
+"""Limit of a page's size; the rest of a longer page is not read."""
 
 _FETCHER_VERSION = 1
 _INFRA_ERRNOS = frozenset(
@@ -153,9 +153,9 @@ class BrowseTool(Tool):
 
 def _is_infra_error(error: BaseException) -> bool:
     """Return whether the network or the resolver failed rather than the page's server."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, socket.gaierror) or getattr(seen, "errno", None) in _INFRA_ERRNOS:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _INFRA_ERRNOS:
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

@@ -1,8 +1,8 @@
 """The text of a page: HTML is parsed in child processes, under limits of time and memory.
 
 A parser's time is not bounded by the size of its input: 1 MiB of tags that are never closed takes
-minutes, and a thread cannot be stopped. A page that misses its deadline costs its worker, which is
-killed and replaced, and is refused. The workers start with the first HTML page.
+minutes, and a thread cannot be stopped. A page that misses its deadline is refused, and its
+worker is killed and replaced. The workers start with the first HTML page.
 
 The text of an HTML page is trafilatura's main text, or all its text if there is none. Plain text,
 JSON and similar formats are used as they are.
@@ -104,7 +104,7 @@ class PageTextExtractor:
                 return
             try:
                 self._pool.start()
-            except ValueError as error:  # which would be an error of the policy
+            except ValueError as error:  # a `ValueError` would be an error of the policy
                 raise RuntimeError(f"browse: {error}") from error
             self._is_started = True
 
@@ -134,5 +134,5 @@ def decode_body(body: bytes, charset: str) -> str | bytes:
     try:
         is_known = codecs.lookup(charset).name in _WEB_CODECS
         return body.decode(charset) if is_known else body
-    except (LookupError, ValueError):  # of the name, or of the bytes
+    except (LookupError, ValueError):  # the name is unknown, or the bytes are invalid
         return body

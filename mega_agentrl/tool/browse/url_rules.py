@@ -160,9 +160,9 @@ def _check_host_syntax(host: str) -> None:
     if _parse_ip(host) is not None:
         return
     if not _HOST_NAME.fullmatch(host):
-        raise PageRefusedError(f"{host} is no name of a host.")
+        raise PageRefusedError(f"{host} is not a host name.")
     if _NUMERIC_LABEL.fullmatch(host.rsplit(".", maxsplit=1)[-1]):
-        raise PageRefusedError(f"{host} is no address in the usual spelling.")
+        raise PageRefusedError(f"{host} is not an address in the usual spelling.")
 
 
 def _parse_ip(host: str) -> IpAddress | None:

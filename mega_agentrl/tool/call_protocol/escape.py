@@ -42,7 +42,7 @@ class ControlTagEscaper:
     """Escapes texts; escaping twice changes nothing more.
 
     Args:
-        names: further tag names, those of the tools.
+        names: further tag names, such as those of the tools.
         control_tokens: texts of added tokens; plain words, texts of fewer than 3 characters and
             white space are ordinary text and ignored.
     """
@@ -80,16 +80,16 @@ def _compile_pattern(names: Iterable[str], control_tokens: Iterable[str]) -> re.
     tags = "|".join(sorted(re.escape(name) for name in {*CONTROL_TAGS, *names}))
     bracketed = "|".join(BRACKET_TAGS)
     gap = r"\s*+(?:/\s*+)?"  # possessive: linear time on a page of blanks
-    kinds = [
+    patterns = [
         rf"<(?={gap}(?:(?:{tags})(?:[\s/>]|$)|[|\uff5c]))",
         rf"\[(?={gap}(?:{bracketed})\s*+\])",
     ]
     # Only the first character is matched, so that a marker inside another is found as well.
-    folded = sorted(
+    texts = sorted(
         {_normalize_with_positions(token)[0] for token in control_tokens if is_control_token(token)}
     )
-    kinds += [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in folded if token]
-    return re.compile("|".join(kinds), re.IGNORECASE)
+    patterns += [f"{re.escape(token[0])}(?={re.escape(token[1:])})" for token in texts if token]
+    return re.compile("|".join(patterns), re.IGNORECASE)
 
 
 def _normalize_with_positions(text: str) -> tuple[str, list[int]]:

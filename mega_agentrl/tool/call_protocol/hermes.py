@@ -39,7 +39,7 @@ class HermesProtocol:
 
     Args:
         names: names of the tools.
-        control_tokens: see `escape.ControlTagEscaper`.
+        control_tokens: texts of the tokenizer's special tokens, which are escaped in responses.
     """
 
     def __init__(self, names: Iterable[str], control_tokens: Iterable[str] = ()) -> None:
@@ -82,17 +82,17 @@ class HermesProtocol:
         try:
             call = _parse_json(body)
         except (ValueError, RecursionError) as error:
-            return self._bad_call(_guess_tool_name(body), f"it is no JSON: {error}")
+            return self._bad_call(_guess_tool_name(body), f"it is not JSON: {error}")
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return self._bad_call(UNKNOWN_TOOL, "there is no name in it")
+            return self._bad_call(UNKNOWN_TOOL, "it has no name")
         name, arguments = call["name"][:MAX_NAME_CHARS], call.get("arguments", {})
         if isinstance(arguments, str):  # as in OpenAI's API
             try:
                 arguments = _parse_json(arguments)
             except (ValueError, RecursionError) as error:
-                return self._bad_call(name, f"its arguments are no JSON: {error}")
+                return self._bad_call(name, f"its arguments are not JSON: {error}")
         if not isinstance(arguments, dict):
-            return self._bad_call(name, "its arguments are no object")
+            return self._bad_call(name, "its arguments are not an object")
         return ToolCall(tool=name, arguments=arguments)
 
     def _bad_call(self, name: str, what: str) -> InvalidToolCall:
@@ -116,4 +116,4 @@ def _parse_json(text: str) -> Any:
 
 
 def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON value")
+    raise ValueError(f"{constant} is not a JSON value")

@@ -104,19 +104,19 @@ class SearchIndex:
     def search(self, query: str, top_k: int) -> list[Document]:
         """Return the best documents, best first; none if no word of the query occurs."""
         words = dict.fromkeys(word.lower() for word in _WORD.findall(query))
-        parts: list[tuple[Any, Any]] = []
+        clauses: list[tuple[Any, Any]] = []
         for word in list(words)[:_MAX_QUERY_WORDS]:
             if len(word.encode("utf-8", "ignore")) > _MAX_WORD_BYTES:
                 continue
             title = tantivy.Query.term_query(self._schema, "title", word)
             text = tantivy.Query.term_query(self._schema, "text", word)
-            parts.append((tantivy.Occur.Should, tantivy.Query.boost_query(title, _TITLE_WEIGHT)))
-            parts.append((tantivy.Occur.Should, text))
-        if not parts:
+            clauses.append((tantivy.Occur.Should, tantivy.Query.boost_query(title, _TITLE_WEIGHT)))
+            clauses.append((tantivy.Occur.Should, text))
+        if not clauses:
             return []
         return [
             _to_document(entry)
-            for entry in self._top_entries(tantivy.Query.boolean_query(parts), top_k)
+            for entry in self._top_entries(tantivy.Query.boolean_query(clauses), top_k)
         ]
 
     def _top_entries(self, query: Any, top_k: int) -> list[dict[str, list[Any]]]:
@@ -146,14 +146,14 @@ def iter_corpus(path: Path) -> Iterator[Document]:
             f"tool.search.source={path}: no such file, expected JSONL with id, title and text; "
             "probable cause: it was not created or copied yet, or the run started elsewhere"
         )
-    found = False
+    has_documents = False
     # Decoded line by line, so that the error of a damaged line has its number.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                found = True
+                has_documents = True
                 yield _parse_corpus_line(line, f"tool.search.source={path}, line {number}")
-    if not found:
+    if not has_documents:
         raise ValueError(f"tool.search.source={path}: no documents, expected at least one line")
 
 

@@ -7,8 +7,8 @@
 (`webPages.value` with `name` and `url`). Both requests only read, so they may be repeated. Proxies
 of the environment are not used.
 
-To add an API: a value of `config.enums.SearchBackend`, its request and the parser of its response
-here, and a case in `tests/tool/search/test_remote_search.py`.
+To add an API, add a value to `config.enums.SearchBackend`, its request and the parser of its
+response here, and a case to `tests/tool/search/test_remote_search.py`.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class SearchTool(Tool):
         if self._remote is not None:
             return await self._remote.search(query, self._config.top_k)
         if self._index is None:
-            raise RuntimeError("tool search: execute before start")
+            raise RuntimeError("tool search: execute was called before start")
         return await asyncio.to_thread(self._index.search, query, self._config.top_k)
 
     def _index_dir(self, corpus: Path) -> Path:

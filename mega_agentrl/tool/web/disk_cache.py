@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class ForeignFileError(Exception):
-    """The database does not belong to this cache, or to another version of it."""
+    """The database is not a cache, or is one of another version."""
 
 
 class DiskCache:

@@ -115,7 +115,7 @@ class TransientError(RuntimeError):
 
 
 class RequestRetrier:
-    """Sends calls of one kind.
+    """Sends calls to one service, with a rate limit, retries and a deadline.
 
     Args:
         timeout_s: limit of one call and its retries, from its start.
@@ -149,7 +149,7 @@ class RequestRetrier:
                     with attempt:
                         if attempt.retry_state.attempt_number > 1:
                             await self._rate_limiter.acquire(self._timeout_s)
-                        return await _send_translated(send)
+                        return await _send_with_mapped_errors(send)
         except TimeoutError as error:
             raise TimeoutError(f"Timed out after {self._timeout_s:g} s.") from error
         raise AssertionError("tenacity ends in a result or an error")
@@ -186,7 +186,7 @@ async def read_body(response: httpx.Response, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _send_translated(send: Callable[[], Awaitable[str]]) -> str:
+async def _send_with_mapped_errors(send: Callable[[], Awaitable[str]]) -> str:
     try:
         return await send()
     except httpx.TimeoutException as error:
