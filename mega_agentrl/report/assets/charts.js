@@ -18,17 +18,17 @@ function readChart(figure) {
     const share = (event.clientX - box.left) / box.width;
     const inside = Math.min(1, Math.max(0, (share - chart.start) / (chart.stop - chart.start)));
     const wanted = chart.low + inside * (chart.high - chart.low);
-    const all = [...new Set(chart.series.flatMap((one) => one.x))].sort((a, b) => a - b);
+    const all = [...new Set(chart.series.flatMap((series) => series.x))].sort((a, b) => a - b);
     const step = all[nearest(all, wanted)];
     const at = chart.start + (step - chart.low) / (chart.high - chart.low) * (chart.stop - chart.start);
     const x = at * plot.viewBox.baseVal.width;
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.classList.add("on");
-    const lines = chart.series.filter((one) => one.x.length).map((one) => {
-      const index = nearest(one.x, step);
-      const label = el("span", {}, el("i", { class: `swatch b${one.colour}` }), one.name || "value");
-      return one.x[index] === step ? [label, `${shown(one.y[index])} ${chart.unit}`] : null;
+    const lines = chart.series.filter((series) => series.x.length).map((series) => {
+      const index = nearest(series.x, step);
+      const label = el("span", {}, el("i", { class: `swatch b${series.colour}` }), series.name || "value");
+      return series.x[index] === step ? [label, `${shown(series.y[index])} ${chart.unit}`] : null;
     });
     showTip(event, el("div", { class: "head" }, `step ${step}`), rows(lines));
   });

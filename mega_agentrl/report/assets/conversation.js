@@ -2,7 +2,7 @@
 
 function lineage(view, index) {
   const chain = [];
-  for (let one = index; one !== null; one = view.paths[one].parent) chain.unshift(one);
+  for (let current = index; current !== null; current = view.paths[current].parent) chain.unshift(current);
   return chain;
 }
 
@@ -17,11 +17,11 @@ function headOf(turn, limit) {
 // Returns the turns of a path in order: those of each ancestor up to the next fork on the path.
 function parts(view, index) {
   const chain = lineage(view, index);
-  return chain.flatMap((one, position) => {
-    const path = view.paths[one], own = one === index;
-    const limit = own ? Infinity : view.paths[chain[position + 1]].fork;
+  return chain.flatMap((number, position) => {
+    const path = view.paths[number], isChosen = number === index;
+    const limit = isChosen ? Infinity : view.paths[chain[position + 1]].fork;
     const turns = path.turns.filter((turn) => turn.to <= limit || turn.from < limit).map((turn) => headOf(turn, limit));
-    return [{ path, own, limit, turns, next: own ? null : view.paths[chain[position + 1]] }];
+    return [{ path, isChosen, limit, turns, next: isChosen ? null : view.paths[chain[position + 1]] }];
   });
 }
 
@@ -35,7 +35,7 @@ function makeConversation(host, view, index, most, choose) {
     const asked = [...part.path.decisions];
     for (const turn of part.turns) {
       while (asked.length && asked[0].at <= turn.from) conversation.append(decision(view, asked.shift(), choose));
-      conversation.append(spoken(turn, part.own, most));
+      conversation.append(spoken(turn, part.isChosen, most));
     }
     while (asked.length && asked[0].at <= part.limit) conversation.append(decision(view, asked.shift(), choose));
     if (part.next) conversation.append(el("div", { class: "event yes" }, el("span", { class: "gem" }, "↳"), `path ${part.next.name} leaves ${part.path.name} here, at token ${part.next.fork}`));
@@ -51,8 +51,8 @@ function makeConversation(host, view, index, most, choose) {
   host.replaceChildren(conversation, facts(view, path));
 }
 
-function spoken(turn, own, most) {
-  if (turn.by !== "assistant") return answered(turn, own);
+function spoken(turn, isChosen, most) {
+  if (turn.by !== "assistant") return answered(turn, isChosen);
   const words = el("div", { class: "words" });
   words.turn = turn;
   if (turn.pieces) {
@@ -63,10 +63,10 @@ function spoken(turn, own, most) {
   } else words.append(plain(turn.text));
   const versions = [...new Set([turn.v].flat())];
   const weights = `weights ${versions.length > 1 ? "versions" : "version"} ${versions.join(", ")}`;
-  return el("div", { class: `turn${own ? "" : " before"}` }, el("div", { class: "who" }, el("b", {}, "agent"), `${turn.to - turn.from} tokens`, el("span", {}, weights)), words);
+  return el("div", { class: `turn${isChosen ? "" : " before"}` }, el("div", { class: "who" }, el("b", {}, "agent"), `${turn.to - turn.from} tokens`, el("span", {}, weights)), words);
 }
 
-function answered(turn, own) {
+function answered(turn, isChosen) {
   const call = turn.call, hidden = call && !turn.text.trim();
   const who = el("div", { class: "who" }, el("b", {}, call ? call.tool : turn.by));
   if (call) {
@@ -77,16 +77,16 @@ function answered(turn, own) {
   }
   who.append(el("span", {}, `${turn.to - turn.from} tokens`));
   const words = el("div", { class: `words${hidden ? " quiet" : ""}` }, hidden ? `not shown to the agent: ${call.answer || "(nothing)"}` : turn.text.trim());
-  return el("div", { class: `turn ${turn.by}${call ? ` ${call.status}` : ""}${own ? "" : " before"}` }, who, words);
+  return el("div", { class: `turn ${turn.by}${call ? ` ${call.status}` : ""}${isChosen ? "" : " before"}` }, who, words);
 }
 
 function decision(view, asked, choose) {
   const facts = [asked.dh === null ? "" : `ΔH ${signed(asked.dh)}`, asked.p === null ? "" : `P ${shown(asked.p, 3)}`, asked.tau === null ? "" : `τ ${shown(asked.tau, 3)}`];
-  const read = facts.filter((one) => one).join(", ");
+  const read = facts.filter((fact) => fact).join(", ");
   const line = el("div", { class: `event${asked.forks ? " yes" : ""}` }, el("span", { class: "gem" }, asked.forks ? "◆" : "◇"),
     el("span", {}, `branch?${read ? ` ${read}` : ""}: ${asked.forks ? "yes" : "no"}`));
   for (const name of asked.made) {
-    const index = view.paths.findIndex((one) => one.name === name);
+    const index = view.paths.findIndex((path) => path.name === name);
     if (index >= 0) line.append(el("button", { type: "button", onclick: () => choose(index) }, name));
   }
   return line;

@@ -62,7 +62,7 @@ function rows(pairs) {
 
 function showTip(event, ...content) {
   const tip = byId("tip");
-  tip.replaceChildren(...content.filter((one) => one));
+  tip.replaceChildren(...content.filter((item) => item));
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const left = event.clientX + 16 + box.width > innerWidth ? event.clientX - box.width - 12 : event.clientX + 16;

@@ -58,7 +58,7 @@ function way(view, chosen, drawn) {
 function axis(drawn, height) {
   const group = svg("g", { class: "axis" });
   const raw = (drawn.last - drawn.first) / 8, power = 10 ** Math.floor(Math.log10(Math.max(1, raw)));
-  const step = Math.max(1, [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw) || 1);
+  const step = Math.max(1, [1, 2, 5, 10].map((size) => size * power).find((size) => size >= raw) || 1);
   for (let token = Math.ceil(drawn.first / step) * step; token <= drawn.last; token += step) {
     const place = drawn.x(token);
     group.append(svg("line", { x1: place, x2: place, y1: TOP - 6, y2: height - 4 }), svg("text", { x: place, y: TOP - 17 }, String(token)));
@@ -113,7 +113,7 @@ function strip(turn, y, drawn) {
   };
   for (let token = low; token < high; token += per) {
     let top = 0;
-    for (let one = token; one < Math.min(high, token + per); one += 1) top = Math.max(top, level(at(turn.h, one - turn.from), drawn.most));
+    for (let index = token; index < Math.min(high, token + per); index += 1) top = Math.max(top, level(at(turn.h, index - turn.from), drawn.most));
     if (drawn.scale > 5 || top !== colour) {
       flush(token);
       start = token;
@@ -158,17 +158,17 @@ function outcome(path, y, kind, stop) {
 function under(view, drawn, root, event) {
   const box = root.getBoundingClientRect();
   const px = (event.clientX - box.left) * drawn.width / box.width, py = event.clientY - box.top;
-  const path = view.paths.find((one) => Math.abs(drawn.middle(one) - py) <= LANE / 2);
+  const path = view.paths.find((candidate) => Math.abs(drawn.middle(candidate) - py) <= LANE / 2);
   if (!path) return null;
   const found = { path, index: view.paths.indexOf(path) };
   if (px < LEFT - 6 || px > drawn.stop + 6) return found;
   if (py < drawn.middle(path) - STRIP / 2) {
-    const asked = path.decisions.find((one) => Math.abs(drawn.x(one.at) - px) < 8);
+    const asked = path.decisions.find((decision) => Math.abs(drawn.x(decision.at) - px) < 8);
     if (asked) return { ...found, asked };
   }
   const token = drawn.first + (px - LEFT) / drawn.scale;
-  const turn = path.turns.find((one) => token >= one.from && token < one.to) ||
-    path.turns.find((one) => one.by !== "assistant" && Math.abs(drawn.x(one.from) + 3 - px) < 5);
+  const turn = path.turns.find((turn) => token >= turn.from && token < turn.to) ||
+    path.turns.find((turn) => turn.by !== "assistant" && Math.abs(drawn.x(turn.from) + 3 - px) < 5);
   return turn ? { ...found, turn, token: Math.min(turn.to - 1, Math.floor(token)) } : found;
 }
 

@@ -6,13 +6,13 @@ let index = null, picture = null;
 
 function marksOf(entry) {
   const kinds = { g: "good", p: "part", b: "bad", v: "void" };
-  return el("span", { class: "marks" }, [...entry.marks].map((one) => el("i", { class: `mark ${kinds[one]}` })));
+  return el("span", { class: "marks" }, [...entry.marks].map((mark) => el("i", { class: `mark ${kinds[mark]}` })));
 }
 
 function listed() {
   const words = byId("find").value.trim().toLowerCase();
-  const found = state.file.trees.filter((one) => `${one.id} ${one.source} ${one.asks}`.toLowerCase().includes(words));
-  const spread = (one) => Math.min(...["g", "b"].map((mark) => [...one.marks].filter((other) => other === mark).length));
+  const found = state.file.trees.filter((entry) => `${entry.id} ${entry.source} ${entry.asks}`.toLowerCase().includes(words));
+  const spread = (entry) => Math.min(...["g", "b"].map((mark) => [...entry.marks].filter((other) => other === mark).length));
   const orders = {
     forks: (a, b) => b.forks - a.forks, mixed: (a, b) => spread(b) - spread(a),
     low: (a, b) => Number(a.reward) - Number(b.reward), high: (a, b) => Number(b.reward) - Number(a.reward),
@@ -22,9 +22,9 @@ function listed() {
 }
 
 function drawList() {
-  const items = listed().map((one) => el("li", {}, el("button", {
-    type: "button", "data-tree": one.index, onclick: () => chooseTree(one),
-  }, el("span", { class: "title" }, el("span", {}, cut(one.id, 24)), marksOf(one)), el("div", { class: "asks" }, one.asks))));
+  const items = listed().map((entry) => el("li", {}, el("button", {
+    type: "button", "data-tree": entry.index, onclick: () => chooseTree(entry),
+  }, el("span", { class: "title" }, el("span", {}, cut(entry.id, 24)), marksOf(entry)), el("div", { class: "asks" }, entry.asks))));
   byId("prompts").replaceChildren(...items);
   markList();
   byId("left-out").textContent = state.file.trees.length < state.file.total ? `${state.file.trees.length} of ${state.file.total} prompts of this step are on this page` : "";
@@ -40,8 +40,8 @@ function chooseFile(file, wanted) {
   state.file = file;
   byId("step").value = file.key;
   drawList();
-  const branched = (best, one) => (mixed(one) > mixed(best) ? one : best);
-  const entry = file.trees.find((one) => one.index === wanted) || file.trees.reduce(branched);
+  const branched = (best, entry) => (mixed(entry) > mixed(best) ? entry : best);
+  const entry = file.trees.find((tree) => tree.index === wanted) || file.trees.reduce(branched);
   chooseTree(entry);
   const item = byId("prompts").querySelector('[aria-current="true"]');
   if (item) byId("prompts").scrollTop = item.offsetTop - byId("prompts").offsetTop - 60;
@@ -56,7 +56,7 @@ function chooseTree(entry, path) {
   state.entry = entry;
   state.view = readData(`tree-${entry.block}`);
   state.range = [0, Math.max(1, state.view.size)];
-  const found = state.view.paths.findIndex((one) => one.name === path);
+  const found = state.view.paths.findIndex((candidate) => candidate.name === path);
   state.chosen = found >= 0 ? found : 0;
   markList();
   draw();
@@ -130,7 +130,7 @@ function listenTree() {
     const lane = event.target.closest("[data-path]");
     if (lane && (event.key === "Enter" || event.key === " ")) {
       event.preventDefault();
-      choosePath(state.view.paths.findIndex((one) => one.name === lane.dataset.path));
+      choosePath(state.view.paths.findIndex((path) => path.name === lane.dataset.path));
     }
   });
 }
@@ -149,10 +149,10 @@ function step(by) {
 
 function fromAddress() {
   const asked = new URLSearchParams(location.hash.slice(1));
-  const file = index.files.find((one) => one.key === asked.get("step"));
+  const file = index.files.find((file) => file.key === asked.get("step"));
   if (!file) return false;
   chooseFile(file, Number(asked.get("tree")));
-  const path = state.view.paths.findIndex((one) => one.name === asked.get("path"));
+  const path = state.view.paths.findIndex((path) => path.name === asked.get("path"));
   if (path >= 0) choosePath(path);
   return true;
 }
@@ -160,20 +160,20 @@ function fromAddress() {
 function startViewer() {
   index = readData("tree-index");
   if (index === null || !index.files.length) return;
-  byId("step").replaceChildren(...index.files.map((one) => el("option", { value: one.key }, one.label)));
-  byId("step").addEventListener("change", (event) => chooseFile(index.files.find((one) => one.key === event.target.value)));
+  byId("step").replaceChildren(...index.files.map((file) => el("option", { value: file.key }, file.label)));
+  byId("step").addEventListener("change", (event) => chooseFile(index.files.find((file) => file.key === event.target.value)));
   byId("order").addEventListener("change", drawList);
   byId("find").addEventListener("input", drawList);
   for (const [name, act] of [["zoom-in", () => zoom(0.5)], ["zoom-out", () => zoom(2)], ["zoom-all", () => zoom(Infinity)], ["earlier", () => step(-1)], ["later", () => step(1)]]) {
     byId(name).addEventListener("click", act);
   }
-  for (let one = 0; one < LEVELS; one += 1) byId("ramp").append(el("i", { class: `t${one}` }));
+  for (let number = 0; number < LEVELS; number += 1) byId("ramp").append(el("i", { class: `t${number}` }));
   byId("ramp-end").textContent = `${shown(index.most, 3)} nats`;
   listenTree();
   addEventListener("resize", () => { if (state.view) draw(); });
   addEventListener("hashchange", fromAddress);
   if (fromAddress()) byId("rollouts").scrollIntoView();
-  else chooseFile(index.files.find((one) => one.key === index.start) || index.files[0]);
+  else chooseFile(index.files.find((file) => file.key === index.start) || index.files[0]);
 }
 
 startCharts();
