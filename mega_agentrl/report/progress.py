@@ -186,7 +186,7 @@ class StageProgress:
 
 def format_duration(seconds: float) -> str:
     """Format seconds as `0:07`, `3:05` or `2:03:05`."""
-    whole = round(max(seconds, 0.0))
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
+    total_s = round(max(seconds, 0.0))
+    hours, rest_s = divmod(total_s, 3600)
+    minutes, seconds_left = divmod(rest_s, 60)
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"

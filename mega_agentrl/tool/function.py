@@ -236,7 +236,7 @@ def _type_hint_schema(hint: Any, where: str) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(inner)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [_type_hint_schema(part, where) for part in inner]}
+        return {"anyOf": [_type_hint_schema(member, where) for member in inner]}
     raise ValueError(
         f"{where} has the type {hint!r}, expected str, int, float, bool, list, dict with str keys, "
         "Literal, Optional, a union of these, or Any"

@@ -44,8 +44,8 @@ class FunctionSchema:
         self.parameters: Mapping[str, Any] = self.function["parameters"]
         self._validator = _make_validator(self.parameters)
         self._parameter_validators = {
-            name: _make_validator(part)
-            for name, part in self.parameters.get("properties", {}).items()
+            name: _make_validator(parameter)
+            for name, parameter in self.parameters.get("properties", {}).items()
         }
 
     def as_dict(self) -> dict[str, Any]:

@@ -117,10 +117,10 @@ class TrajectoryToolSession:
             ValueError: an unknown tool or kwargs key.
             ToolSessionError: a tool failed.
         """
-        wanted = {name: value for name, value in tools_kwargs.items() if value is not None}
-        check_tools_kwargs(wanted, self._tools)
-        self._kwargs = wanted
-        self._owners = self._state_owners(wanted or self._tools)
+        prompt_kwargs = {name: value for name, value in tools_kwargs.items() if value is not None}
+        check_tools_kwargs(prompt_kwargs, self._tools)
+        self._kwargs = prompt_kwargs
+        self._owners = self._state_owners(prompt_kwargs or self._tools)
         try:
             for name, owner in self._owners.items():
                 if owner != name:

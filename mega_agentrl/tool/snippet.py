@@ -60,11 +60,11 @@ def estimate_max_words(text: str, codec: TextCodec, max_tokens: int) -> int:
 def text_from_best_window(text: str, query: str, num_words: int) -> str:
     """Return the text from its best window of `num_words` words on; an ellipsis marks the cut."""
     words = list(_WORD.finditer(text))
-    wanted = {word.casefold() for word in _QUERY_WORD.findall(query)}
-    if not wanted or len(words) <= num_words:
+    query_words = {word.casefold() for word in _QUERY_WORD.findall(query)}
+    if not query_words or len(words) <= num_words:
         return text
     hits = [
-        [word for word in _QUERY_WORD.findall(match.group().casefold()) if word in wanted]
+        [word for word in _QUERY_WORD.findall(match.group().casefold()) if word in query_words]
         for match in words
     ]
     start = _best_window_start(hits, num_words)

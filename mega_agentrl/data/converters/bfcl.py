@@ -324,8 +324,7 @@ def _expected_calls(row: SourceRow, category: str) -> list[Any] | None:
 
 def _available_functions(row: SourceRow, documents: Mapping[str, list[Any]]) -> list[Any]:
     for name in ("function", "functions", "tools"):
-        given = row.values.get(name)
-        if given is not None:
+        if row.values.get(name) is not None:
             parsed = row.get_json(name)
             descriptions = [parsed] if isinstance(parsed, dict) else row.get_list(name)
             if not all(isinstance(item, dict) for item in descriptions):

@@ -134,8 +134,8 @@ def _message_calls(
         calls = _parse_call_json(text, row, field)
     else:
         return []
-    listed = calls if isinstance(calls, list) else [calls]
-    return [parse_json_call(call, row, field) for call in listed]
+    call_list = calls if isinstance(calls, list) else [calls]
+    return [parse_json_call(call, row, field) for call in call_list]
 
 
 def _parse_call_json(text: str, row: SourceRow, field: str) -> Any:

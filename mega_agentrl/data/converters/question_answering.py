@@ -123,10 +123,10 @@ def _golden_answers(row: SourceRow) -> list[str]:
         truth = row.values["reward_model"].get("ground_truth")
         answers = truth.get("target") if isinstance(truth, Mapping) else truth
     answers = [answers] if isinstance(answers, str) else answers
-    listed = answers if isinstance(answers, list) else []
-    if not listed or not all(isinstance(text, str) and text.strip() for text in listed):
+    answer_list = answers if isinstance(answers, list) else []
+    if not answer_list or not all(isinstance(text, str) and text.strip() for text in answer_list):
         raise row.error(field, answers, "a non-empty list of texts")
-    return listed
+    return answer_list
 
 
 def _data_source(row: SourceRow, default: str) -> str:

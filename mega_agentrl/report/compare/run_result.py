@@ -129,10 +129,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _failed_fraction(summary: Mapping[str, Any], *parts: str) -> float:
-    """Return the share of trajectories that failed in parts of the run; nan if it has none."""
+def _failed_fraction(summary: Mapping[str, Any], *stages: str) -> float:
+    """Return the share of trajectories that failed in stages of the run; nan if it has none."""
     failed = summary.get("failed")
-    counts = [failed.get(part) for part in parts] if isinstance(failed, dict) else []
+    counts = [failed.get(stage) for stage in stages] if isinstance(failed, dict) else []
     pairs = [
         (count.get("num_failed", 0), count.get("num_trajectories", 0))
         for count in counts

@@ -147,8 +147,8 @@ def tool_rows(log: MetricLog) -> list[ToolRow]:
 
 def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRow:
     def finite_values(key: str) -> list[float]:
-        found = (line.values.get(f"{head}{key}", math.nan) for line in lines)
-        return [value for value in found if math.isfinite(value)]
+        samples = (line.values.get(f"{head}{key}", math.nan) for line in lines)
+        return [value for value in samples if math.isfinite(value)]
 
     def weighted_mean(key: str) -> float | None:
         pairs = [
@@ -165,7 +165,7 @@ def _build_tool_row(name: str, lines: Sequence[MetricLine], head: str) -> ToolRo
         num_calls=sum(finite_values("num_calls")),
         num_by_status={status: sum(finite_values(f"num_{status}")) for status in TOOL_STATUSES},
         mean_s=weighted_mean("latency_mean_s"),
-        p50_s=median(found) if (found := finite_values("latency_p50_s")) else None,
+        p50_s=median(samples) if (samples := finite_values("latency_p50_s")) else None,
         p99_s=max(finite_values("latency_p99_s"), default=None),
         max_s=max(finite_values("latency_max_s"), default=None),
         queue_s=weighted_mean("queue_mean_s"),

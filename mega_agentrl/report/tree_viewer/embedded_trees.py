@@ -99,15 +99,15 @@ def max_colour_entropy(entropies: Sequence[float]) -> float:
 
 def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float) -> Markup:
     """Render all blocks, followed by the index."""
-    parts: list[Markup] = []
+    blocks: list[Markup] = []
     files = []
     for tree_file in tree_files:
         if not tree_file.trees:
             continue
         entries = []
         for tree in tree_file.trees:
-            number = len(parts)
-            parts.append(json_script_element(f"tree-{number}", tree.json_text))
+            number = len(blocks)
+            blocks.append(json_script_element(f"tree-{number}", tree.json_text))
             entries.append({**tree.index_entry, "block": number})
         files.append(
             {
@@ -120,7 +120,7 @@ def render_embedded_trees(tree_files: Sequence[TreeFileView], max_entropy: float
     step_keys = [file["key"] for file in files if str(file["key"]).startswith("step_")]
     start = step_keys[-1] if step_keys else files[-1]["key"] if files else ""
     index = {"most": max_entropy, "start": start, "files": files}
-    return Markup("\n").join([*parts, json_script_element("tree-index", json_for_script(index))])
+    return Markup("\n").join([*blocks, json_script_element("tree-index", json_for_script(index))])
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -134,10 +134,10 @@ class TreeFileSize:
 def select_trees(files: Sequence[TreeFileSize], budget_bytes: int) -> list[list[int]]:
     """Return the indices of the selected trees of each file; empty for skipped files."""
     selected: list[list[int]] = [[] for _ in files]
-    chosen = _select_files(files, budget_bytes)
+    file_indices = _select_files(files, budget_bytes)
     remaining_bytes, ascending = (
         budget_bytes,
-        sorted(chosen, key=lambda index: files[index].num_bytes),
+        sorted(file_indices, key=lambda index: files[index].num_bytes),
     )
     for position, index in enumerate(ascending):
         size = files[index]

@@ -176,9 +176,9 @@ class TokenTexts:
         if before is None:
             return self._decode(tokens)
         start = self._decode((before,))
-        both = self._decode((before, *tokens))
+        text = self._decode((before, *tokens))
         # `before` alone has no text of its own if it completes a character of several tokens.
-        return both.removeprefix(start) if both.startswith(start) else self._decode(tokens)
+        return text.removeprefix(start) if text.startswith(start) else self._decode(tokens)
 
 
 def _prompt_json(prompt: Prompt) -> dict[str, Any]:

@@ -56,14 +56,14 @@ class ControlTagEscaper:
             return self._pattern.sub(lambda match: _html_entity(match[0]), text)
         normalized, positions = _normalize_with_positions(text)
         pieces: list[str] = []
-        done = 0
+        end = 0
         for match in self._pattern.finditer(normalized):
             position = positions[match.start()]
-            if position < done:
+            if position < end:
                 continue
-            pieces += (text[done:position], _html_entity(normalized[match.start()]))
-            done = position + 1
-        return "".join((*pieces, text[done:]))
+            pieces += (text[end:position], _html_entity(normalized[match.start()]))
+            end = position + 1
+        return "".join((*pieces, text[end:]))
 
 
 def is_control_token(token: str) -> bool:
