@@ -11,13 +11,13 @@ requests until the first update. Requests that arrive during an update wait. If 
 fails, or `refuse_requests` is called, requests are refused with the reason until a later update
 succeeds. `pause` waits for the end of running requests, or holds them:
 
-* After waiting, every request is computed by one weight version, that of its `Generation`.
+* After waiting, every request is computed with one weight version, `Generation.version`.
 * A held request (`weight_sync.in_flight`) goes on after its last token. vLLM drops its KV cache
-  with the prefix cache and computes it again from all of its tokens, so that no key or value of
-  older weights is used, neither by this request nor by others. vLLM labels each output of its core
-  with the version that computed it: `Generation.versions` has the version of every token. The
-  request goes on as soon as digests are verified, but its result is not returned before `resume`.
-  If the update fails or is refused, so does the request.
+  with the prefix cache and computes it again from all tokens of the request, so that no request
+  uses keys or values of older weights. vLLM labels each output of its core with the version that
+  computed it: `Generation.versions` has the version of every token. The request goes on as soon as
+  digests are verified, but its result is not returned before `resume`. If the update fails or is
+  refused, the request fails, too.
 
 On GPUs shared with the trainer the engine may `sleep` in any state. It is woken for an update:
 "weights" before `receive_weights`, "cache" after `verify_weights`.
@@ -104,10 +104,10 @@ class ProgressMonitor:
 
 
 def to_start_error(name: str, error: RuntimeError) -> RuntimeError:
-    """Return the error to raise for vLLM's error at a start.
+    """Return the error to raise when vLLM fails to start with `error`.
 
     This is an `EngineLostError` if a signal may have ended vLLM's core, so that another start may
-    succeed. vLLM reports that only in its message: it contains a negative exit code, or none if
+    succeed. Only the message of vLLM's error tells: it contains a negative exit code, or none if
     the core had not ended yet.
     """
     killed = re.search(r"core proc\(s\): ({}|.*: -\d)", str(error))
@@ -152,12 +152,12 @@ class Engine:
             config: Engine settings.
             model_path: Model folder.
             seed: Seed of the engine.
-            dtype: See `engine_args`.
+            dtype: Dtype of weights and activations.
             load_weights: Whether to read the weights of the folder. Otherwise requests are refused
                 until a weight update is verified.
             deadline_s: Deadline of one request, `cluster.call_timeout_s`.
-            deterministic: See `engine_args`.
-            colocated: See `engine_args`.
+            deterministic: Batch no requests together, and do not cache prefixes.
+            colocated: Enable vLLM's sleep mode on a GPU.
 
         Raises:
             RuntimeError: If vLLM cannot start.
@@ -292,7 +292,7 @@ class Engine:
             await self._sleep_controller.sleep()
 
     async def wake_up(self, part: str) -> None:
-        """Allocate the memory of `weights` or `cache`; see `SleepController.wake`."""
+        """Allocate GPU memory for `part`: "weights" before an update, "cache" after it."""
         with self._blocking_call():
             await self._sleep_controller.wake(part)
 
@@ -389,7 +389,7 @@ class Engine:
 
     @contextmanager
     def _blocking_call(self) -> Iterator[None]:
-        """Mark a call during which vLLM's core answers nothing else; its deadline is elsewhere."""
+        """Skip health checks during a call for which vLLM's core answers no others."""
         self._num_blocking_calls += 1
         try:
             yield
@@ -428,9 +428,9 @@ class Engine:
         return [pickle.loads(answer) for _, answer in answers]
 
     async def join_weight_transfer(self, session: TransferSession, first_rank: int) -> None:
-        """Join a transfer session; returns when all of its ranks have joined.
+        """Give up an unfinished update, and join a transfer session.
 
-        An unfinished update is given up.
+        Returns when all ranks of the session have joined.
 
         Args:
             session: The session, with the engine's part of the plan.
@@ -487,16 +487,16 @@ class Engine:
         self._sleep_controller.mark_weights_verified()
 
     async def memory(self) -> list[dict[str, float]]:
-        """Return `WorkerExtension.peak_memory_mib` by worker."""
+        """Return the peak memory of every worker in MiB, by kind of memory."""
         return await self._call_workers("peak_memory_mib")
 
     async def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt's tokens after the first, at temperature 1.
 
-        This works while the engine is paused; held requests go on meanwhile.
+        This works while the engine is paused, and lets held requests go on.
 
         Raises:
-            RuntimeError: Requests are refused.
+            RuntimeError: If requests are refused.
         """
         if self._refusal_reason is not None:
             raise self._refusal()
@@ -522,7 +522,7 @@ class Engine:
             raise RuntimeError(f"{self.name}: {reason}")
 
     async def _worker_failures(self) -> str | None:
-        """Return the failures of all workers, those that a lost peer caused last."""
+        """Return the failures of all workers, with failures that a lost peer caused at the end."""
         failures = await self._call_workers("weights_failure")
         answers = [(failure, worker) for worker, failure in enumerate(failures) if failure]
         answers.sort(key=lambda item: item[0][0])

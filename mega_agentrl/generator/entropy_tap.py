@@ -9,14 +9,14 @@ For a row of logits l sampled at temperature T, with z = l / T and p = softmax(z
 A greedy request (T = 0) is measured at T = 1, where s = 0.
 
 The values travel in vLLM's own output of a step. Every request asks for the log-prob of its sampled
-tokens, which vLLM reports as (token id, log-prob, rank). The tap replaces what nobody needs:
+tokens, which vLLM reports as (token id, log-prob, rank). The tap replaces the id and the rank:
 
     token id -> id of the most probable token             vLLM reports the sampled ids elsewhere
     rank     -> the bits of two float32, (s, -H)          an int64, negative unlike any rank
 
-So they are copied from the device with the sampled tokens and follow them through the scheduler,
-also if a request is preempted, aborted or held. The workers keep nothing, and nobody calls them to
-fetch something, which would interrupt vLLM's asynchronous scheduling.
+The measurements are thus copied from the device with the sampled tokens and follow them through the
+scheduler, even if a request is preempted, aborted or held. The workers store nothing, and no call
+has to fetch measurements from them, which would interrupt vLLM's asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def measure_logits(logits_RV: torch.Tensor, temperature_R: torch.Tensor | None) 
     return Measurements(entropy_R, shift_R, logits_RV.argmax(-1))
 
 
-def attach_measurements(tensors: LogprobsTensors, measured: Measurements) -> LogprobsTensors:
+def attach_measurements(tensors: LogprobsTensors, measurements: Measurements) -> LogprobsTensors:
     """Return the log-probs of a step with the measurements of its rows.
 
     Args:
         tensors: vLLM's log-probs: `[R, 1 + K]` ids, of which the first is the sampled token.
-        measured: Measurements of the same rows.
+        measurements: Measurements of the same rows.
     """
     # Rounding may leave an entropy of 0 slightly below it.
-    negative_R = torch.copysign(measured.entropy_R.clamp_min(0.0), -1.0)
-    bits_R = torch.stack([measured.shift_R, negative_R], dim=-1).view(torch.int64).squeeze(-1)
+    negative_R = torch.copysign(measurements.entropy_R.clamp_min(0.0), -1.0)
+    bits_R = torch.stack([measurements.shift_R, negative_R], dim=-1).view(torch.int64).squeeze(-1)
     ids = tensors.logprob_token_ids  # may share its memory with the sampled ids
-    ids = torch.cat([measured.argmax_R[:, None].to(ids.dtype), ids[:, 1:]], dim=1)
+    ids = torch.cat([measurements.argmax_R[:, None].to(ids.dtype), ids[:, 1:]], dim=1)
     return tensors._replace(logprob_token_ids=ids, selected_token_ranks=bits_R)
 
 
@@ -119,14 +119,14 @@ def read_measurements(logprobs: FlatLogprobs | None) -> TapRecord:
 
 
 def tap_sampler(sampler: Any) -> TappedSamplerV1 | TappedSamplerV2:
-    """Return a sampler in place of that of one of vLLM's two model runners."""
+    """Return a tapped sampler to replace `sampler` in either of vLLM's two model runners."""
     return (TappedSamplerV1 if isinstance(sampler, SamplerV1) else TappedSamplerV2)(sampler)
 
 
 class _TappedSampler:
-    """A sampler of vLLM; what a subclass does not define is the sampler's own.
+    """Wraps a sampler of vLLM, which provides all attributes that a subclass does not define.
 
-    Logits are measured first, because a sampler may change them in place.
+    Subclasses measure logits before they sample, because a sampler may change logits in place.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -143,15 +143,15 @@ class TappedSamplerV1(_TappedSampler):
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, **options: Any
     ) -> SamplerOutput:
         """Sample `[R, V]` logits."""
-        measured = None
+        measurements = None
         if sampling_metadata.max_num_logprobs is not None:
             temperature_R = sampling_metadata.temperature  # None if all requests are greedy
             if temperature_R is not None and bool((temperature_R == 1.0).all()):
                 temperature_R = None
-            measured = measure_logits(logits.float(), temperature_R)
+            measurements = measure_logits(logits.float(), temperature_R)
         output: SamplerOutput = self._sampler(logits, sampling_metadata, **options)
-        if measured is not None:
-            output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measured)
+        if measurements is not None:
+            output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measurements)
         return output
 
 
@@ -162,15 +162,15 @@ class TappedSamplerV2(_TappedSampler):
     """
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> Any:
-        """Sample `[R, V]` logits; row i is of the request in slot `expanded_idx_mapping[i]`."""
+        """Sample `[R, V]` logits; row i belongs to request slot `expanded_idx_mapping[i]`."""
         slots = input_batch.idx_mapping_np
-        measured = None
+        measurements = None
         if self._sampler.get_logprobs_dims(slots) is not None:
             temperatures, temperature_R = self._sampler.sampling_states.temperature, None
             if not np.isin(temperatures.np[slots], (0.0, 1.0)).all():
                 temperature_R = temperatures.gpu[input_batch.expanded_idx_mapping]
-            measured = measure_logits(logits.float(), temperature_R)
+            measurements = measure_logits(logits.float(), temperature_R)
         output = self._sampler(logits, input_batch)
-        if measured is not None:
-            output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measured)
+        if measurements is not None:
+            output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measurements)
         return output

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.runtime import EngineConfig
 
 HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
-"""Process that hosts the engine; all vLLM processes end with it (see `plugin`)."""
+"""Variable with the id of the process that hosts the engine, with which vLLM's processes end."""
 
 ONEDNN_CACHE_CAPACITY = 128
 """Number of compiled kernels that a worker keeps, one per batch size and weight shape.
@@ -37,9 +37,9 @@ def set_vllm_environment(
     Args:
         config: Engine settings.
         on_gpu: Whether the engine runs on a GPU.
-        deterministic: Compute sums always in the same order.
-        gpus: Value of CUDA_VISIBLE_DEVICES for an engine on GPUs of the trainer; None keeps the
-            process's own.
+        deterministic: Always compute sums in the same order.
+        gpus: Value of CUDA_VISIBLE_DEVICES for an engine on GPUs of the trainer; None leaves the
+            variable unchanged.
         log_path: File for vLLM's log lines, including those of its child processes; None for
             stderr.
     """
@@ -59,7 +59,7 @@ def set_vllm_environment(
     if gpus:
         variables["CUDA_VISIBLE_DEVICES"] = gpus
     if on_gpu:
-        # The runner of `TappedSamplerV2` for every model; vLLM would choose the other for some.
+        # `TappedSamplerV2` needs the V2 runner; vLLM would choose the V1 runner for some models.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     else:
         variables |= _cpu_variables(config)

@@ -1,8 +1,8 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-It registers the weight-transfer engine, and kills the process when the one that hosts the engine
-ends: vLLM's engine core does not notice that its host was killed and would hold its memory or GPU
-forever.
+It registers the weight-transfer engine, and kills the process when the process that hosts the
+engine ends. Otherwise vLLM's engine core would not notice that its host was killed, and would hold
+its memory or GPU forever.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
 def sampling_params(
     request: GenerateRequest, stop_ids: dict[int, str], stop_strings: list[str]
 ) -> SamplingParams:
-    """Return vLLM's parameters; log-probs are always asked for, the entropy tap needs them."""
+    """Return vLLM's parameters, with log-probs in any case, because the entropy tap needs them."""
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -95,20 +95,20 @@ def to_generation(
     version: int,
     num_cached: int = 0,
 ) -> Generation:
-    """Return vLLM's output with the entropy tap's measurements in it.
+    """Return the `Generation` of vLLM's output, including the entropy tap's measurements.
 
-    `version` is the weight version of a generation without tokens.
+    `version` is the weight version to report if no token was sampled.
     """
     versions = _token_versions(output)
     record = read_measurements(output.logprobs)
     raw_logps, top_logps = _raw_logps(request, output)
-    inverse = 1.0 / request.temperature if request.temperature > 0 else 1.0
+    inverse_temperature = 1.0 / request.temperature if request.temperature > 0 else 1.0
     finish_reason, stop_string = _finish_reason(output, stop_ids)
     return Generation(
         request_id=request.request_id,
         token_ids=tuple(output.token_ids),
         logps=tuple(
-            min(0.0, raw * inverse + shift)
+            min(0.0, raw * inverse_temperature + shift)
             for raw, shift in zip(raw_logps, record.logp_shifts, strict=True)
         ),
         entropies=record.entropies,
@@ -145,12 +145,12 @@ def _raw_logps(
     if not request.num_top_logps:
         return flat.logprobs, ()
     slices = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
-    listed = [
+    logp_by_id_T = [
         dict(zip((token_id, *flat.token_ids[positions][1:]), flat.logprobs[positions], strict=True))
         for token_id, positions in zip(output.token_ids, slices, strict=True)
     ]
     sampled = [flat.logprobs[positions.start] for positions in slices]
-    return sampled, tuple(tuple(choices.values()) for choices in listed)
+    return sampled, tuple(tuple(choices.values()) for choices in logp_by_id_T)
 
 
 def _finish_reason(

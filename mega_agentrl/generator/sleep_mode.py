@@ -25,7 +25,7 @@ _SLEEP_LEVEL = 2
 
 
 class MemoryState(Enum):
-    """Contents of GPU memory; see the module docstring."""
+    """Which of an engine's weights and KV cache have GPU memory."""
 
     awake = auto()
     weights_only = auto()
@@ -36,7 +36,7 @@ _WAKE_TRANSITIONS = {
     "weights": (MemoryState.asleep, "weights", MemoryState.weights_only),
     "cache": (MemoryState.weights_only, "kv_cache", MemoryState.awake),
 }
-"""By part: state before, vLLM's tag, state after."""
+"""State before, vLLM's tag and state after, by the part to wake."""
 
 
 class SleepController:
@@ -65,7 +65,7 @@ class SleepController:
 
     @property
     def state(self) -> MemoryState:
-        """Contents of GPU memory at present."""
+        """Current state of GPU memory."""
         return self._state
 
     @property
@@ -83,7 +83,7 @@ class SleepController:
         self._state = MemoryState.asleep
 
     async def wake(self, part: str) -> None:
-        """Allocate memory for the `weights`, or then for an empty `cache`, unless it is present.
+        """Allocate memory for `part` unless it is allocated: "weights", then an empty "cache".
 
         Raises:
             RuntimeError: For the cache, if the weights have not arrived.

@@ -28,9 +28,9 @@ class WorkerExtension:
     """Mixin of the vLLM worker; method names carry a prefix to avoid collisions."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create the worker; on a CPU its memory counts from here on.
+        """Create the worker; on a CPU, start measuring its memory.
 
-        Its libraries are loaded, its model is not. vLLM has no hook at this point.
+        At this point, for which vLLM has no hook, libraries are loaded but the model is not.
         """
         if current_platform.is_cpu():
             PROCESS_MEMORY.start()
@@ -72,9 +72,9 @@ class WorkerExtension:
         return failure and (failure.is_caused_by_peer, failure.reason)
 
     def weights_verify(self, version: int, expected: bytes) -> None:
-        """Compare with the trainer's digests; `expected` is a pickled list by tensor rank."""
-        own_digests = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
-        self.weight_transfer_engine.verify(version, own_digests)
+        """Verify the received weights; `expected` has the pickled digests of every tensor rank."""
+        digests = pickle.loads(expected)[self.rank % self.parallel_config.tensor_parallel_size]
+        self.weight_transfer_engine.verify(version, digests)
 
     def weights_reject(self, reason: str) -> None:
         """Give up the current weight update."""
@@ -91,8 +91,9 @@ class WorkerExtension:
         Called once after the start, so that a link to a new engine does not wait for the trace. An
         error of the trace is reported when the layout is asked for.
 
-        vLLM does that on GPUs only. On a CPU this also lowers the priority of the process: after
-        its last step a worker polls for work for a second, on cores that the trainer needs.
+        vLLM itself exempts objects on GPUs only. On a CPU this also lowers the priority of the
+        process: for a second after its last step a worker polls for work, on cores that the trainer
+        needs.
         """
         self.weights_layout()
         gc.collect()

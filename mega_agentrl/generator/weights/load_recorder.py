@@ -7,7 +7,7 @@ the elements of anything a loader slices, without the loader's cooperation:
     narrow, chunk, view, detach, ...   a view of a source or parameter: executed
     param.copy_(source)                a block: recorded, not executed
     param.fill_(0), param.zero_()      padding: recorded, not executed
-    anything else on either            `ValueError`: it would change values, or move them in a way
+    any other operation on either      `ValueError`: it would change values, or move them in a way
                                        that no rectangle describes
 
 A strided view is a rectangle of its base if and only if both visit the same addresses in the same
@@ -63,14 +63,14 @@ class LoadRecorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        touched = [t for t in tree_leaves((args, kwargs)) if self._tensor_name(t)]
-        if not touched or (_is_view(func) and func not in _REINTERPRETING_OPS):
+        known_tensors = [t for t in tree_leaves((args, kwargs)) if self._tensor_name(t)]
+        if not known_tensors or (_is_view(func) and func not in _REINTERPRETING_OPS):
             return func(*args, **kwargs)
         if func is _COPY_OP and self._find_param(args[0]) and self._find_checkpoint_tensor(args[1]):
             return self._record_copy(args[0], args[1])
         if func in _FILL_OPS and self._find_param(args[0]):
             return self._record_fill(args[0], args[1] if len(args) > 1 else 0)
-        names = ", ".join(sorted({str(self._tensor_name(t)) for t in touched}))
+        names = ", ".join(sorted({str(self._tensor_name(t)) for t in known_tensors}))
         raise ValueError(
             f"tracing the weight loader: {names} is used in {func}, expected only slices, views, "
             "copies into a parameter and zeros; probable cause: this model's loader computes with "
@@ -106,11 +106,11 @@ class LoadRecorder(TorchDispatchMode):
                 "is not padding"
             )
         param_load = self.param_loads.setdefault(name, ParamLoad())
-        written = next((b for b in param_load.blocks if rect.intersect(b.local_rect)), None)
-        if written:
+        overwritten = next((b for b in param_load.blocks if rect.intersect(b.local_rect)), None)
+        if overwritten:
             raise ValueError(
                 f"tracing the weight loader: {name} {rect} is set to zero after "
-                f"{written.hf_name} was copied there; probable cause: a loader that loads twice"
+                f"{overwritten.hf_name} was copied there; probable cause: a loader that loads twice"
             )
         param_load.zero_rects.append(rect)
         return param
@@ -130,8 +130,8 @@ def view_rect(shape: tuple[int, ...], view: torch.Tensor) -> Rect | None:
     """Return the rectangle of a contiguous tensor of `shape` that a view of it covers.
 
     The view may have more or fewer dims than the tensor; its order of elements must be the
-    rectangle's. Returns None for anything else: a transpose, a step, an overlap, rows and parts of
-    rows.
+    rectangle's. Returns None for anything else: a transpose, a step, an overlap, or whole rows
+    followed by a part of a row.
     """
     strides = _contiguous_strides(shape)
     start = view.storage_offset()
@@ -143,8 +143,8 @@ def view_rect(shape: tuple[int, ...], view: torch.Tensor) -> Rect | None:
     if any(a > b for a, b in zip(first, last, strict=True)):
         return None
     rect = Rect(first, tuple(b + 1 for b in last))
-    same = _coalesce_dims(rect.shape, strides) == _coalesce_dims(view.shape, view.stride())
-    return rect if same else None
+    is_rect = _coalesce_dims(rect.shape, strides) == _coalesce_dims(view.shape, view.stride())
+    return rect if is_rect else None
 
 
 def _coalesce_dims(sizes: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:

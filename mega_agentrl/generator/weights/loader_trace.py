@@ -1,17 +1,18 @@
 """Traces where vLLM's own loader puts every element of a checkpoint, for any model.
 
 `load_weights` of the model runs once per tensor rank, on meta tensors, under `LoadRecorder`; the
-copies it makes are the layout. So fused and replicated projections, padded vocabularies, stacked
-experts and tied embeddings need no table of architectures. The layouts describe parameters as the
-loader finds them, before they are packed for a kernel; vLLM's layerwise reload restores that form.
+copies it makes are the layout. Fused and replicated projections, padded vocabularies, stacked
+experts and tied embeddings therefore need no table of architectures. The layouts describe
+parameters as the loader expects them, before they are packed for a kernel; vLLM's layerwise reload
+restores that form.
 
     trace_engine_layouts   all tensor ranks of an engine, in one process without that engine
     trace_worker_layout    one rank, in the process of a running worker
     trace_model_layout     one rank, for an existing model
 
 While vLLM builds a model and loads weights, it reads rank and size from module-level groups.
-`as_tensor_rank` replaces them with objects that have no more than that, so that one process can
-act as every rank in turn. Do not use it in a process that runs an engine.
+`as_tensor_rank` replaces these groups with stubs, so that one process can act as every rank in
+turn. Do not use it in a process that runs an engine.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def make_vllm_config(model_path: str, *, tensor_size: int, dtype: str) -> VllmCo
 def as_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
     """Act as one tensor rank of an engine: set groups, current config and default dtype."""
     names = (*_TENSOR_GROUPS, *_SINGLE_GROUPS)
-    before = {name: getattr(parallel_state, name) for name in names}
+    real_groups = {name: getattr(parallel_state, name) for name in names}
     tensor_size = config.parallel_config.tensor_parallel_size
     for name in _TENSOR_GROUPS:
         setattr(parallel_state, name, StubGroupCoordinator(tensor_rank, tensor_size))
@@ -86,12 +87,12 @@ def as_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
         with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
             yield
     finally:
-        for name, group in before.items():
+        for name, group in real_groups.items():
             setattr(parallel_state, name, group)
 
 
 def build_meta_model(config: VllmConfig, device: str = "meta") -> torch.nn.Module:
-    """Build the model as its loader finds it, within `as_tensor_rank`."""
+    """Build the model as its loader expects it; call this within `as_tensor_rank`."""
     # Attention layers register themselves here by name and refuse to do so twice.
     config.compilation_config.static_forward_context.clear()
     with torch.device(device):
@@ -133,14 +134,15 @@ def trace_engine_layouts(
         model_path: Folder with config.json; weights are not read.
         tensor_size: Number of tensor ranks.
         dtype: Dtype of the engine's parameters, such as `bfloat16`.
-        hf_shapes: Full shape by name of the tensors that the trainer sends; by default those of the
-            config's architecture.
+        hf_shapes: Full shape of every tensor that the trainer sends, by name; by default the shapes
+            of the config's architecture.
 
     Returns:
         Layouts by tensor rank, each in the model's order.
 
     Raises:
-        ValueError: As `trace_model_layout`, and if the engine does not load a tensor completely.
+        ValueError: If `trace_model_layout` raises it, or if the engine does not load a tensor
+            completely.
     """
     shapes = hf_shapes or shapes_of(ModelShape.from_folder(model_path))
     config = make_vllm_config(str(model_path), tensor_size=tensor_size, dtype=dtype)
@@ -158,7 +160,7 @@ def trace_worker_layout(config: VllmConfig) -> list[ShardLayout]:
     A copy of its model on the meta device is traced, so the packed weights stay untouched.
 
     Raises:
-        ValueError: As `trace_model_layout`.
+        ValueError: If `trace_model_layout` raises it.
     """
     shapes = shapes_of(ModelShape.from_folder(config.model_config.model))
     dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -171,7 +173,7 @@ def trace_model_layout(
     """Return every parameter of one rank's model as blocks; the model keeps its values.
 
     The parameters must be as the loader expects them (on any device, including meta), and vLLM's
-    groups must be those of the rank.
+    process groups must have the rank's number and size.
 
     Raises:
         ValueError: For an operation that no rectangle describes, and for an element that is written
@@ -200,8 +202,8 @@ def _check_complete(
     """Raise if the ranks together, replicas aside, do not hold all of a tensor."""
     blocks = [block for layout in layouts for shard in layout for block in shard.blocks]
     distinct = {(block.hf_name, block.hf_rect): block for block in blocks}
-    covered = ShardLayout("", (), tuple(distinct.values()))
-    check_cover(hf_shapes, [covered], owner=f"an engine of {len(layouts)} tensor ranks")
+    merged_shard = ShardLayout("", (), tuple(distinct.values()))
+    check_cover(hf_shapes, [merged_shard], owner=f"an engine of {len(layouts)} tensor ranks")
 
 
 def _check_param_coverage(name: str, parameter: torch.Tensor, param_load: ParamLoad) -> None:
@@ -210,14 +212,14 @@ def _check_param_coverage(name: str, parameter: torch.Tensor, param_load: ParamL
     check_disjoint(name, rects, owner="tracing the weight loader")
     # A loader may first set the whole parameter to zero.
     overlaps = [zero.intersect(rect) for zero in param_load.zero_rects for rect in rects]
-    written = sum(rect.numel for rect in [*rects, *param_load.zero_rects])
-    written -= sum(common.numel for common in overlaps if common)
+    num_written = sum(rect.numel for rect in [*rects, *param_load.zero_rects])
+    num_written -= sum(common.numel for common in overlaps if common)
     # vLLM sets this if a kernel needs more elements than the checkpoint has.
     expected = getattr(parameter, "weight_loader_numel", parameter.numel())
-    if written not in (expected, parameter.numel()):
-        loaded = ", ".join(dict.fromkeys(block.hf_name for block in param_load.blocks))
+    if num_written not in (expected, parameter.numel()):
+        hf_names = ", ".join(dict.fromkeys(block.hf_name for block in param_load.blocks))
         raise ValueError(
-            f"tracing the weight loader: {written} elements of {name} "
-            f"{tuple(parameter.shape)} are loaded, from {loaded or 'no tensor'}; expected "
+            f"tracing the weight loader: {num_written} elements of {name} "
+            f"{tuple(parameter.shape)} are loaded, from {hf_names or 'no tensor'}; expected "
             f"{expected}; {_WRONG_CHECKPOINT_CAUSE}"
         )

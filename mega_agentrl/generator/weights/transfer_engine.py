@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class UpdateState(Enum):
-    """State of a weight update; see the module docstring."""
+    """State of a weight update; the model computes only in `ready`."""
 
     ready = auto()
     receiving = auto()
@@ -70,7 +70,7 @@ class UpdateFailure:
 
     reason: str
     is_caused_by_peer: bool
-    """Whether the update failed because a peer was lost, which reports the cause itself."""
+    """Whether a peer was lost, in which case that peer reports the cause."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class ReshardInitInfo(WeightTransferInitInfo):
     """Arguments of `init_transfer_engine`."""
 
     session: bytes
-    """A pickled `TransferSession`; see `TransferSession.to_init_info`."""
+    """A pickled `TransferSession`."""
     first_rank: int
     """Rank of the engine's first worker."""
 
@@ -169,7 +169,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             self._state = UpdateState.received
 
     def verify(self, version: int, expected: np.ndarray) -> None:
-        """Compare with the digests of the trainer; see `ReceivedDigests.find_mismatches`."""
+        """Compare the received weights with the trainer's digests, `[regions, 2]` uint32."""
         if self._state is not UpdateState.received:
             return
         with self._recording_failure(f"weight version {version}"):

@@ -105,7 +105,7 @@ class _ModuleRun(NamedTuple):
     pending: _PendingModule
     parts: PartBatch
     attributes: dict[str, str]
-    """Names in the module by name of the parameter."""
+    """Attribute of the module that holds a parameter, by the parameter's name."""
     numel: int
 
 
@@ -126,10 +126,10 @@ class ModuleWeightWriter:
             self._pending_modules[path].shards[attribute] = shard
 
     def begin_update(self) -> None:
-        """Expect all weights again; the model is in the state of `initialize_layerwise_reload`.
+        """Expect all weights again; call this after `initialize_layerwise_reload`.
 
         Raises:
-            ValueError: If a parameter has another shape than in the layout.
+            ValueError: If the shape of a parameter differs from the layout.
         """
         self._digests.reset()
         self._staging_pool.clear()
@@ -157,13 +157,14 @@ class ModuleWeightWriter:
         for pending, parts, attributes, numel in self._runs[batch]:
             if pending.num_missing < numel:
                 raise ValueError(
-                    f"{', '.join(attributes)}: {numel} elements arrived with {pending.num_missing} "
-                    "elements of the module missing; probable cause: a plan that sends something "
-                    "twice"
+                    f"{', '.join(attributes)}: {numel} elements arrived, expected at most "
+                    f"{pending.num_missing}, the missing elements of the module; probable cause: a "
+                    "plan that sends a slice twice"
                 )
             if not pending.is_materialized:
                 self._materialize(pending)
-            params = {name: getattr(pending.module, at).data for name, at in attributes.items()}
+            module = pending.module
+            params = {name: getattr(module, attr).data for name, attr in attributes.items()}
             self._digests.copy(parts, frame, params)
             pending.num_missing -= numel
             if pending.num_missing == 0:
@@ -187,7 +188,7 @@ class ModuleWeightWriter:
         if incomplete:
             raise ValueError(
                 f"incomplete modules: {', '.join(incomplete[:8])}, {len(incomplete)} in all; "
-                "probable cause: a plan with a hole"
+                "probable cause: a plan that leaves out a slice"
             )
 
     def _materialize(self, pending: _PendingModule) -> None:
@@ -200,7 +201,7 @@ class ModuleWeightWriter:
                 parameter.data.zero_()  # padding
 
     def _move_to_staging(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Move a module's parameters out of the heap of a CPU, before they are written."""
+        """Move a module's CPU parameters out of the heap, before they are written."""
         heap_params = [p for p in parameters if p.device.type == "cpu" and p.is_contiguous()]
         sizes = [parameter.numel() * parameter.element_size() for parameter in heap_params]
         if sum(sizes) < MIN_STAGING_BYTES:
