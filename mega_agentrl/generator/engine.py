@@ -107,7 +107,7 @@ def to_start_error(name: str, error: RuntimeError) -> RuntimeError:
     """Return the error to raise when vLLM fails to start with `error`.
 
     This is an `EngineLostError` if a signal may have ended vLLM's core, so that another start may
-    succeed. Only the message of vLLM's error tells: it contains a negative exit code, or none if
+    succeed. Only the message of vLLM's error says so: it contains a negative exit code, or none if
     the core had not ended yet.
     """
     killed = re.search(r"core proc\(s\): ({}|.*: -\d)", str(error))

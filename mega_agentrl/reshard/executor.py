@@ -88,13 +88,13 @@ class _SendBuffers:
 
 
 class FrameSlots:
-    """Gives frames places in slots.
+    """Assigns frames to slots.
 
     Args:
         slots: Buffers, each at least as large as any frame.
-        is_shared: Whether a frame may follow another in a slot, so that a small one does not keep
-            the next large one waiting. Frames to receive may not: if another than the expected one
-            arrives, it may be larger.
+        is_shared: Whether a slot may hold several frames, so that a small frame does not keep the
+            next large one waiting. Slots to receive into may not, because a frame that arrives
+            instead of the expected one may be larger.
     """
 
     def __init__(self, slots: Sequence[torch.Tensor], *, is_shared: bool) -> None:
@@ -103,7 +103,7 @@ class FrameSlots:
         self._num_frames = [0] * len(slots)
         self._last = 0
         self._num_used_bytes = 0
-        """Bytes that are used in the last slot that was taken."""
+        """Bytes that are used in slot `_last`."""
 
     def take(self, num_bytes: int) -> tuple[int, torch.Tensor] | None:
         """Return the index of a slot and its free part, or None if frames must finish first."""
@@ -192,8 +192,8 @@ class TransferExecutor:
     def receive(self, writer: WeightWriter, version: int) -> TransferReport:
         """Execute a rollout rank's part.
 
-        This rank has left the session if an error is raised. The message names the ranks, the
-        bucket and its first tensor.
+        On an error this rank leaves the session. The message names the ranks, the bucket and its
+        first tensor.
 
         Raises:
             ValueError: If a frame is not the expected one.
@@ -320,7 +320,7 @@ class TransferExecutor:
 
     @contextmanager
     def _describe_failure(self, operation: str, peer: int, bucket: Bucket | None) -> Iterator[None]:
-        """Add the ranks and the bucket to errors; a lost peer shows at the start or in the wait."""
+        """Add the ranks and the bucket to the error of a transfer."""
         try:
             what = f"weight transfer, {operation}"
             with track_activity(

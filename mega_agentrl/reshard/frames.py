@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
 
 CopyFn = Callable[["PartBatch", torch.Tensor, "Mapping[str, torch.Tensor]"], None]
-"""Copies a batch to a frame (second argument) from parameters by name, as `PartBatch.pack`."""
+"""Copies parameters to a frame; the arguments are those of `PartBatch.pack`."""
 
 END_OF_UPDATE = -1
 HEADER_BYTES = 32
@@ -47,7 +47,7 @@ class FramePart:
     tensor_slice: TensorSlice
     """The slice, in Hugging Face coordinates."""
     span: slice
-    """Its bytes in the frame."""
+    """Byte range of the slice in the frame."""
     dtype: torch.dtype
     """Dtype in the frame."""
     param_slice: ParamSlice
@@ -66,8 +66,8 @@ class FramePart:
 class PartBatch:
     """Parts of a frame that are copied together.
 
-    Batches are made once per session and compared by identity, so that what is prepared for the
-    copies of a batch can be kept.
+    Batches are made once per session and compared by identity, so that a copy function can cache
+    what it prepares for a batch.
     """
 
     parts: tuple[FramePart, ...]
@@ -93,7 +93,7 @@ class PartBatch:
             part.view_param(params).copy_(part.view(frame))
 
     def split_by_module(self) -> list[tuple[str, PartBatch]]:
-        """Return runs of parts of the same module, which is what a parameter's name starts with."""
+        """Return runs of parts of the same module, whose name is the parameters' common prefix."""
         runs = groupby(self.parts, lambda part: part.param_slice.param.rpartition(".")[0])
         return [(module, PartBatch(tuple(parts))) for module, parts in runs]
 
@@ -114,7 +114,7 @@ class FrameCodec:
     def batch(self, bucket: Bucket) -> PartBatch:
         """Locate all slices of a bucket; raises `ValueError` for one not held by this rank.
 
-        On a rollout rank that holds a slice in several places, it is in the batch several times.
+        If a rollout rank holds a slice in several places, the batch has a part for each of them.
         """
         if bucket.index not in self._batches:
             self._batches[bucket.index] = PartBatch(tuple(self._locate_parts(bucket)))
@@ -171,14 +171,14 @@ def check_header(frame: torch.Tensor, version: int, bucket: Bucket | None) -> No
     if got[0] != _MAGIC:
         cause = "the data received is not a frame"
     elif got[1] != version:
-        cause = f"a frame of weight version {got[1]}"
+        cause = f"the peer is sending weight version {got[1]}"
     elif got[2] == index:
         cause = "the sender's bucket has another size; were the plans made from other layouts?"
     else:
         cause = f"a bucket was lost or sent twice: {_describe_frame(got[2])} arrived instead"
     raise ValueError(
         f"expected {_describe_frame(index)} of weight version {version} with {expected[3]} bytes, "
-        f"header says [magic, version, bucket, bytes] {got}: {cause}"
+        f"got a header [magic, version, bucket, bytes] {got}; probable cause: {cause}"
     )
 
 

@@ -78,7 +78,7 @@ def read_shards(
         hf_shapes: Shapes that the mapping expects.
         parameters: Parameters by Megatron name, written in place.
         fresh: Tensors that the folder may lack, such as the scalar head of a critic that
-            starts from a policy; their parameters then keep their values.
+            starts from a policy; the parameters of missing tensors keep their values.
 
     Raises:
         ValueError: If tensors are unknown, missing or of another shape.
@@ -110,14 +110,14 @@ def read_shards(
 
 
 def _check_tensor_names(
-    folder: str | Path, found: Collection[str], expected: Collection[str]
+    folder: str | Path, names: Collection[str], expected: Collection[str]
 ) -> None:
-    unknown = sorted(name for name in set(found) - set(expected) if not _is_ignorable(name))
-    missing = sorted(set(expected) - set(found))
+    unknown = sorted(name for name in set(names) - set(expected) if not _is_ignorable(name))
+    missing = sorted(set(expected) - set(names))
     if unknown or missing:
         raise ValueError(
-            f"model.path={folder}: tensors that the model does not have {unknown or 'none'}; "
-            f"missing tensors {missing or 'none'}; probable cause: weights of another architecture"
+            f"model.path={folder}: tensors that the model does not have: {unknown or 'none'}; "
+            f"missing tensors: {missing or 'none'}; probable cause: weights of another architecture"
         )
 
 
@@ -156,25 +156,25 @@ def plan_files(
         element_bytes: Bytes per element.
         max_file_bytes: Maximum file size.
     """
-    parts: list[tuple[int, list[str]]] = []
+    files: list[tuple[int, list[str]]] = []
     for stage, names in enumerate(stages):
         size = 0
         for position, name in enumerate(names):
             num_bytes = prod(hf_shapes[name]) * element_bytes
             if position == 0 or size + num_bytes > max_file_bytes:
-                parts.append((stage, []))
+                files.append((stage, []))
                 size = 0
-            parts[-1][1].append(name)
+            files[-1][1].append(name)
             size += num_bytes
-    if len(parts) == 1:
-        return [FilePlan(name=SINGLE_FILE_NAME, stage=parts[0][0], tensors=tuple(parts[0][1]))]
+    if len(files) == 1:
+        return [FilePlan(name=SINGLE_FILE_NAME, stage=files[0][0], tensors=tuple(files[0][1]))]
     return [
         FilePlan(
-            name=f"model-{number:05d}-of-{len(parts):05d}.safetensors",
+            name=f"model-{number:05d}-of-{len(files):05d}.safetensors",
             stage=stage,
             tensors=tuple(names),
         )
-        for number, (stage, names) in enumerate(parts, start=1)
+        for number, (stage, names) in enumerate(files, start=1)
     ]
 
 
@@ -187,7 +187,7 @@ def begin_export(target: Path, source: Path) -> None:
     if target.exists() and not (target / "config.json").is_file():
         raise ValueError(
             f"export to {target}: expected a path that does not exist or an old checkpoint to "
-            "replace; got something else"
+            "replace; got a file or folder without config.json"
         )
     partial = partial_export_folder(target)
     if partial.exists():

@@ -1,7 +1,7 @@
 """Which rectangles of Hugging Face tensors a rank holds, for loading, exporting and resharding.
 
 A shard is a tensor that one rank holds. A `ShardLayout` describes it as a list of blocks. Each
-block pairs a rectangle of a Hugging Face tensor with a rectangle of the shard of equal shape.
+block pairs a rectangle of a Hugging Face tensor with an equally shaped rectangle of the shard.
 Coordinates are half-open, with one entry per dim: ``Rect((8, 0), (16, 128))`` is rows 8..15 and
 columns 0..127. Elements of a shard that no block covers are padding, such as vocabulary rows
 beyond the model's own.
@@ -157,8 +157,8 @@ def check_cover(
     missing = sorted(set(hf_shapes) - set(rects_of))
     if unknown or missing:
         raise ValueError(
-            f"{owner}: tensors that no shard holds {missing or 'none'}; tensors that the model "
-            f"does not have {unknown or 'none'}; probable cause: the model folder holds another "
+            f"{owner}: tensors that no shard holds: {missing or 'none'}; tensors that the model "
+            f"does not have: {unknown or 'none'}; probable cause: the model folder holds another "
             "architecture"
         )
     for name, shape in hf_shapes.items():
@@ -166,7 +166,7 @@ def check_cover(
         whole = Rect.whole(shape)
         for rect in rects:
             if rect.intersect(whole) != rect:
-                raise ValueError(f"{owner}: {name} has shape {shape}, a block reaches {rect}")
+                raise ValueError(f"{owner}: {name} has shape {shape}, but a block of it is {rect}")
         check_disjoint(name, rects, owner=owner)
         hole = whole.numel - sum(rect.numel for rect in rects)
         if hole:

@@ -2,8 +2,9 @@
 
 The driver plans a new link whenever the engines change. Ranks send their shards packed
 (`layout.PackedLayout`); equal ones become one object, and everything that follows from layouts
-alone (transfer groups, digest regions) is computed once and kept. So a link with a replaced engine
-only needs new hops, and a link with the ranks and locations of an earlier one needs nothing.
+alone (transfer groups, digest regions) is computed once and cached. A link with a replaced engine
+therefore only needs new hops, and a link with the layouts and locations of an earlier link is taken
+from the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.topology import RankLocation
 
 _MAX_CACHED_LINKS = 4
-"""Links whose plans are kept: those to all engines, and to some without the others."""
+"""Number of cached plans, for the link to all engines and links without some of them."""
 
 Layout = Sequence[ShardLayout]
 
@@ -45,7 +46,7 @@ Layout = Sequence[ShardLayout]
 class _Sides:
     """The parts of a plan that depend only on the layouts of both sides.
 
-    Links with the same layouts and other numbers of engines share one.
+    Links that differ only in their number of engines share an instance.
     """
 
     trainer_layouts: Sequence[Layout]
@@ -62,7 +63,7 @@ class _Sides:
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """Everything that the ranks of a link and the driver need. Equal parts are one object."""
+    """Plan of a link for the driver and all ranks; equal parts of it are one object."""
 
     plan: TransferPlan
     trainer_plans: list[TransferPlan]
@@ -77,7 +78,7 @@ class LinkPlan:
 
 
 class LinkPlanner:
-    """Plans links for one model, and keeps what later links can use again.
+    """Plans links for one model, and caches results for later links.
 
     Args:
         names: Names of all tensors of the model, layer by layer.
@@ -111,7 +112,7 @@ class LinkPlanner:
             locations: Locations of all ranks, trainer ranks first.
 
         Raises:
-            ValueError: The layouts of the two sides do not fit together.
+            ValueError: If the layouts of the two sides do not fit together.
         """
         rollout_layouts = [layout for engine in engine_layouts for layout in engine]
         distinct = distinct_layouts(rollout_layouts)
@@ -131,7 +132,7 @@ class LinkPlanner:
         regions = collect_regions(distinct)
         verifier, region_index = DigestVerifier(trainer_layouts, regions), RegionIndex(regions)
         trainer_regions = {
-            id(layout): pickle.dumps(region_index.of_held_tensors(layout))
+            id(layout): pickle.dumps(region_index.regions_of(layout))
             for layout in distinct_layouts(trainer_layouts)
         }
         return _Sides(
@@ -170,13 +171,13 @@ class LinkPlanner:
             members[keys[-1]] += range(first_rank, first_rank + len(engine))
             first_rank += len(engine)
         names_of = {
-            id(layout): _names([layout]) for layout in distinct_layouts(sides.trainer_layouts)
+            id(layout): _hf_names([layout]) for layout in distinct_layouts(sides.trainer_layouts)
         }
         parts = plan.split(
             [*([rank] for rank in range(num_trainer_ranks)), *members.values()],
             [
                 *(names_of[id(layout)] for layout in sides.trainer_layouts),
-                *(_names(engine_of[key]) for key in members),
+                *(_hf_names(engine_of[key]) for key in members),
             ],
         )
         part_of = dict(zip(members, parts[num_trainer_ranks:], strict=True))
@@ -207,7 +208,7 @@ def _with_receivers(sides: _Sides, rollout_layouts: Sequence[Layout]) -> list[Tr
     return groups
 
 
-def _names(layouts: Sequence[Layout]) -> set[str]:
+def _hf_names(layouts: Sequence[Layout]) -> set[str]:
     return {block.hf_name for layout in layouts for shard in layout for block in shard.blocks}
 
 

@@ -68,7 +68,7 @@ class TransferSession:
 
     @classmethod
     def from_bytes(cls, session: bytes) -> TransferSession:
-        """Invert `to_init_info`; only for bytes from our own driver."""
+        """Unpickle the session of `to_init_info`; only for bytes from our own driver."""
         restored: TransferSession = pickle.loads(session)
         return restored
 

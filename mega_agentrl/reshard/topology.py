@@ -31,19 +31,19 @@ class RankLocation:
     """Index of the GPU over all machines, or None for a rank without one."""
 
 
-def link_type_between(one: RankLocation, other: RankLocation) -> LinkType:
+def link_type_between(first: RankLocation, second: RankLocation) -> LinkType:
     """Return the type of the link between two ranks."""
-    if one.node != other.node:
+    if first.node != second.node:
         return LinkType.network
-    shared = one.device is not None and one.device == other.device
-    return LinkType.same_gpu if shared else LinkType.same_node
+    is_same_gpu = first.device is not None and first.device == second.device
+    return LinkType.same_gpu if is_same_gpu else LinkType.same_node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeeds:
     """Bytes per second that a rank can send, and at the same time receive, over each link type.
 
-    The defaults are those of an H100 node: copies in HBM, NVLink, one 400 Gb/s port per GPU.
+    The defaults describe an H100 node: copies in HBM, NVLink, one 400 Gb/s port per GPU.
     """
 
     same_gpu: float = 1.5e12

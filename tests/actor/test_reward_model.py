@@ -82,7 +82,7 @@ def test_a_reward_model_has_no_training_state_and_needs_its_head(tmp_path, train
         assert all(not chunk.buffers for chunk in reward.megatron_model.chunks)
         with pytest.raises(AssertionError, match="no optimizer"):
             _ = reward.megatron_model.optimizer
-        with pytest.raises(ValueError, match=r"missing tensors \['score\.weight'\]"):
+        with pytest.raises(ValueError, match=r"missing tensors: \['score\.weight'\]"):
             reward.load_hf(str(bare))
     finally:
         reward.close()

@@ -121,7 +121,7 @@ def test_the_right_header_of_a_bucket_and_of_the_end_passes():
     ("field", "value", "expected", "message"),
     [
         (0, 0, BUCKET, r"bucket 7 of weight version 41 .*not a frame"),
-        (1, 40, BUCKET, "a frame of weight version 40"),
+        (1, 40, BUCKET, "is sending weight version 40"),
         (2, 8, BUCKET, "bucket 8 arrived"),
         (2, END_OF_UPDATE, BUCKET, "the end of the update arrived"),
         (3, 48, BUCKET, "another size"),

@@ -6,12 +6,12 @@
                  again), so no row is held twice.
     linear_fc1   the rank's rows of gate_proj followed by its rows of up_proj
     linear_proj, linear_fc2   sharded by columns; their biases are replicated
-    experts      contiguous per expert rank; inside an expert like fc1 and fc2, over the
+    experts      contiguous per expert rank; each is sharded like fc1 and fc2, over the
                  expert-tensor ranks
     norms, router   replicated
 
 With Transformer Engine (`fused`) a linear layer contains the norm before it, and one module
-contains all experts of a rank. The names then differ, the tensors are the same.
+contains all experts of a rank. This changes the names but not the tensors.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ as `output_layer.weight`.
 
 The parallel sizes must divide the model:
 
-    tensor           heads and the dense MLP's width; key/value heads in either direction, and then
-                     the rows of q, k and v together
+    tensor           heads, the dense MLP's width, and the rows of q, k and v together; a divisor or
+                     a multiple of the key/value heads
     pipeline*virtual layers; virtual stages need a pipeline
     expert           experts; expert_tensor: the width of one expert
 
@@ -75,8 +75,8 @@ def megatron_layout(
     Args:
         shape: The model.
         parallel_rank: The rank.
-        fused: Use the names of Transformer Engine's layers with grouped experts instead of those of
-            the local ones.
+        fused: Use the names of Transformer Engine's layers with grouped experts instead of the
+            names of the local layers.
 
     Raises:
         ValueError: If the parallel sizes do not divide the model.
@@ -197,9 +197,9 @@ def _check_kv_heads(shape: ModelShape, tensor: int) -> None:
     _check_divides("parallel.tensor", tensor, "rows of q, k and v", rows)
 
 
-def _check_divides(key: str, parts: int, what: str, count: int) -> None:
-    if count % parts:
+def _check_divides(key: str, size: int, dimension: str, extent: int) -> None:
+    if extent % size:
         raise ValueError(
-            f"{key}={parts}: the model's {what} is {count}, which is not a multiple of it; "
-            f"expected a size that divides {count}; {_WRONG_SIZE_CAUSE}"
+            f"{key}={size}: the model's {dimension} is {extent}, which is not a multiple of it; "
+            f"expected a size that divides {extent}; {_WRONG_SIZE_CAUSE}"
         )

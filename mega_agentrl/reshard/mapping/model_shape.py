@@ -160,11 +160,11 @@ class ModelShape:
             )
         config = read_json(file, "model.path", "the config.json of a Hugging Face checkpoint")
         architecture = (config.get("architectures") or ["none"])[0]
-        known = SUPPORTED_ARCHITECTURES + SCALAR_ARCHITECTURES
-        if architecture not in known:
+        supported = SUPPORTED_ARCHITECTURES + SCALAR_ARCHITECTURES
+        if architecture not in supported:
             raise ValueError(
                 f"model.path={path}: architecture {architecture} is not supported; supported: "
-                f"{', '.join(known)}"
+                f"{', '.join(supported)}"
             )
         name, head = architecture.removesuffix(_CAUSAL_LM_SUFFIX), HeadKind.vocab
         if architecture in SCALAR_ARCHITECTURES:

@@ -40,7 +40,7 @@ class RopeType(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Settings of one rotary embedding; those that a type does not use keep their neutral value."""
+    """Settings of one rotary embedding; settings that a type ignores keep their neutral value."""
 
     theta: float
     """Base of the frequencies."""
@@ -63,24 +63,24 @@ class RopeConfig:
     """Factor of cosines and sines (yarn)."""
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], where: str) -> RopeConfig:
+    def from_config(cls, config: dict[str, Any], path: str) -> RopeConfig:
         """Read the rotary embedding of a `config.json`.
 
         Args:
             config: The parsed file.
-            where: Its path, for error messages.
+            path: Path of the file, for error messages.
 
         Raises:
             ValueError: For an unsupported type, an unknown or missing key, or a rotary embedding
                 of only a part of the head.
         """
         rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-        _check_supported(rope, config, where)
+        _check_supported(rope, config, path)
         rope_type = RopeType(_rope_type(rope))
         theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
         if rope_type is RopeType.default:
             return cls(theta=theta)
-        max_positions = int(_require_rope_key(config, "max_position_embeddings", rope_type, where))
+        max_positions = int(_require_rope_key(config, "max_position_embeddings", rope_type, path))
         original = config.get("original_max_position_embeddings") or rope.get(
             "original_max_position_embeddings"
         )
@@ -90,7 +90,7 @@ class RopeConfig:
         scaled = cls(
             theta=theta,
             rope_type=rope_type,
-            factor=float(_require_rope_key(rope, "factor", rope_type, where)),
+            factor=float(_require_rope_key(rope, "factor", rope_type, path)),
         )
         if rope_type is RopeType.linear:
             return scaled
@@ -98,9 +98,9 @@ class RopeConfig:
             return replace(
                 scaled,
                 original_max_position_embeddings=positions,
-                low_freq_factor=float(_require_rope_key(rope, "low_freq_factor", rope_type, where)),
+                low_freq_factor=float(_require_rope_key(rope, "low_freq_factor", rope_type, path)),
                 high_freq_factor=float(
-                    _require_rope_key(rope, "high_freq_factor", rope_type, where)
+                    _require_rope_key(rope, "high_freq_factor", rope_type, path)
                 ),
             )
         return replace(
@@ -117,32 +117,32 @@ def _rope_type(rope: dict[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _check_supported(rope: dict[str, Any], config: dict[str, Any], where: str) -> None:
+def _check_supported(rope: dict[str, Any], config: dict[str, Any], path: str) -> None:
     rope_types = [rope_type.value for rope_type in RopeType]
     if _rope_type(rope) not in rope_types:
         raise ValueError(
-            f"{where}: rope_type={_rope_type(rope)!r}, expected one of {', '.join(rope_types)}; "
+            f"{path}: rope_type={_rope_type(rope)!r}, expected one of {', '.join(rope_types)}; "
             "probable cause: a model variant for longer texts than this project can train"
         )
     unknown = sorted(key for key in set(rope) - _KNOWN_KEYS if rope[key] is not None)
     if unknown:
         raise ValueError(
-            f"{where}: unknown keys in the rope settings {unknown}, expected only "
+            f"{path}: unknown keys in the rope settings {unknown}, expected only "
             f"{sorted(_KNOWN_KEYS)}; probable cause: a model whose layers differ in their rotary "
             "embedding"
         )
     rotary_factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if rotary_factor != 1.0:
         raise ValueError(
-            f"{where}: partial_rotary_factor={rotary_factor}, expected 1.0; probable cause: "
+            f"{path}: partial_rotary_factor={rotary_factor}, expected 1.0; probable cause: "
             "another model family"
         )
 
 
-def _require_rope_key(settings: dict[str, Any], key: str, rope_type: RopeType, where: str) -> Any:
+def _require_rope_key(settings: dict[str, Any], key: str, rope_type: RopeType, path: str) -> Any:
     if settings.get(key) is None:
         raise ValueError(
-            f"{where}: key {key} is missing in the rope settings, expected a number for "
+            f"{path}: key {key} is missing in the rope settings, expected a number for "
             f"rope_type={rope_type.value}; probable cause: a damaged config.json"
         )
     return settings[key]

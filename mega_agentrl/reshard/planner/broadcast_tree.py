@@ -12,8 +12,8 @@ while a machine forwards one bucket it receives the next, so all of them stay bu
 The number of peers of a rank is bounded, because a connection costs memory and time to set up:
 
     rails     the n-th receiver of a machine forwards to the n-th receiver of the next one
-    senders   of the replicas that hold a slice, each rail gets it from one: preferably from one
-              that it gets other slices from, and else from the one that sends least
+    senders   each rail gets a slice from one of the replicas that hold it: preferably from one that
+              already sends to this rail, else from the one that sends least
     turns     the senders of a rail have turns, numbered in the order in which units need them
     heads     a rail gets the buckets of a turn at one machine, its head; the next machine becomes
               the head after `MAX_SENDERS_PER_RANK` turns
@@ -23,9 +23,9 @@ Within a unit each rail takes its buckets by turn. Rails begin with different se
 do not all need the same one, but change heads at the same turns: otherwise a bucket that one rail
 passes on to another would come to its head last, and all later buckets would wait for it.
 
-A machine can take its next bucket from a sender only after those that arrive along the chain. The
-chain of a bucket therefore goes from its head to the other heads of the unit in turn, and then to
-the machines after them, so that a change of heads costs the time of one bucket.
+A machine can take its next bucket from a sender only after the buckets that arrive along the
+chain. The chain of a bucket therefore goes from its head to the other heads of the unit in turn,
+and then to the machines after them, so that a change of heads costs the time of one bucket.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NodeTargets:
         return self.receivers[rail % len(self.receivers)]
 
     def hops_from(self, ranks: Sequence[int], rail: int) -> Iterator[Hop]:
-        """Yield the hops from receivers that have a bucket to the others, each to the next."""
+        """Yield the hops by which `ranks`, which have a bucket, pass it to the next receivers."""
         start = self.receivers.index(ranks[rail % len(ranks)])
         ring = self.receivers[start:] + self.receivers[:start]
         for source, target in pairwise(ring):
@@ -94,11 +94,11 @@ class BroadcastTree:
 
     @property
     def first_node(self) -> NodeTargets:
-        """A machine that stands for all those that buckets may enter."""
+        """A machine that represents all machines that buckets may enter."""
         return (self.nodes_without_holder or self.nodes_with_holder)[0]
 
     def entry(self, sender: Sender) -> int:
-        """Return the receiver on that machine that a sender's buckets enter at."""
+        """Return the receiver on `first_node` at which a sender's buckets enter."""
         return self.first_node.on_rail(sender.rail)
 
     @property
@@ -115,8 +115,9 @@ class BroadcastTree:
             hops += (Hop(*pair) for pair in node.same_gpu_pairs)
             if not ranks:
                 ranks = [node.on_rail(rail)]
-                is_here = route.sender in node.holders
-                holder = route.sender if is_here else node.holders[rail % len(node.holders)]
+                holder = node.holders[rail % len(node.holders)]
+                if route.sender in node.holders:
+                    holder = route.sender
                 hops.append(Hop(holder, ranks[0]))
             hops += node.hops_from(ranks, rail)
             if node.node == locations[route.sender].node:
@@ -137,19 +138,21 @@ class BroadcastTree:
         return sorted(nodes, key=lambda targets: (targets.node < node, targets.node))
 
     def _nodes_from_head(self, route: Route) -> list[NodeTargets]:
-        """Return the machines of the head, of the other heads of the unit in turn, and the others.
+        """Return the machines of the route's head, of the unit's other heads, and all others.
 
-        If there are more machines than positions, neighbors share a position. So the chains of
-        all trees visit the machines in the same order.
+        If there are more machines than positions, neighbors share a position. The chains of all
+        trees therefore visit the machines in the same order.
         """
-        nodes, num, heads = self.nodes_without_holder, route.num_positions, route.unit_heads
+        nodes, count, heads = self.nodes_without_holder, route.num_positions, route.unit_heads
         first = heads.index(route.head)
-        after = (at % num for at in range(heads[-1] + 1, heads[-1] + 1 + num))
-        order = [*heads[first:], *heads[:first], *(at for at in after if at not in heads)]
+        positions = [(heads[-1] + 1 + step) % count for step in range(count)]
+        others = [position for position in positions if position not in heads]
         return [
             targets
-            for at in order
-            for targets in nodes[at * len(nodes) // num : (at + 1) * len(nodes) // num]
+            for position in (*heads[first:], *heads[:first], *others)
+            for targets in nodes[
+                position * len(nodes) // count : (position + 1) * len(nodes) // count
+            ]
         ]
 
 
@@ -184,18 +187,18 @@ def build_broadcast_tree(
         receivers_by_node[locations[rank].node].append(rank)
     nodes = []
     for node in sorted(receivers_by_node):
-        near = tuple(holders_by_node.get(node, ()))
+        node_holders = tuple(holders_by_node.get(node, ()))
         targets = tuple(receivers_by_node[node])
         pairs = [
             (holder, receiver)
             for receiver in targets
-            for holder in near
+            for holder in node_holders
             if link_type_between(locations[holder], locations[receiver]) is LinkType.same_gpu
         ]
         # Of several holders on one device, the first sends.
         pair_of = {receiver: (holder, receiver) for holder, receiver in reversed(pairs)}
         same_gpu_pairs = tuple(pair_of[receiver] for receiver in sorted(pair_of))
-        nodes.append(NodeTargets(node, near, targets, same_gpu_pairs))
+        nodes.append(NodeTargets(node, node_holders, targets, same_gpu_pairs))
     with_holder = tuple(targets for targets in nodes if targets.holders)
     without_holder = tuple(targets for targets in nodes if not targets.holders)
     near_holders = tuple(holder for targets in with_holder for holder in targets.holders)
@@ -203,7 +206,7 @@ def build_broadcast_tree(
 
 
 class BroadcastPlanner:
-    """Chooses senders, rails and heads for some groups; an instance serves one plan.
+    """Chooses senders, rails and heads for the groups of one plan.
 
     Args:
         groups: Result of `group_regions`.
@@ -248,7 +251,7 @@ class BroadcastPlanner:
         return tuple(buckets)
 
     def _choose_senders(self, unit: Sequence[TransferGroup]) -> None:
-        """Choose senders for the groups of a unit whose ranks have not occurred before."""
+        """Choose senders for those groups of a unit whose holders and receivers are new."""
         if all((group.holders, group.receivers) in self._senders for group in unit):
             return
         entry_bytes: Counter[int] = Counter()
@@ -258,26 +261,28 @@ class BroadcastPlanner:
                 entry_bytes[rank] += group.num_bytes // len(targets)
         # A sender that sends no more than a receiver gets anyway does not delay it.
         capacity = max(entry_bytes.values())
-        sent: Counter[int] = Counter()
-        entered: Counter[int] = Counter()
+        sent_bytes: Counter[int] = Counter()
+        entered_bytes: Counter[int] = Counter()
         pairs = set(self._turns)
         for group in sorted(unit, key=lambda group: len(self._tree(group).roots)):
             key, tree = (group.holders, group.receivers), self._tree(group)
             if key not in self._senders:
-                self._senders[key] = self._choose_group_senders(key, sent, entered, capacity, pairs)
+                self._senders[key] = self._choose_group_senders(
+                    key, sent_bytes, entered_bytes, capacity, pairs
+                )
             for sender in self._senders[key]:
                 share = group.num_bytes // len(self._senders[key])
                 entry = tree.entry(sender)
-                sent[sender.rank] += share
-                entered[entry] += share
+                sent_bytes[sender.rank] += share
+                entered_bytes[entry] += share
                 pairs.add((entry, sender.rank))
         self._number_turns(sorted(pairs - self._turns.keys()))
 
     def _choose_group_senders(
         self,
         key: tuple[Ranks, Ranks],
-        sent: Counter[int],
-        entered: Counter[int],
+        sent_bytes: Counter[int],
+        entered_bytes: Counter[int],
         capacity: int,
         pairs: Collection[tuple[int, int]],
     ) -> tuple[Sender, ...]:
@@ -286,25 +291,25 @@ class BroadcastPlanner:
         targets = tree.first_node.receivers
         count = min(len(tree.roots), len(targets), max(1, num_bytes // MIN_BUCKET_BYTES))
         share = num_bytes // count
-        rails = sorted(range(len(targets)), key=lambda rail: (entered[targets[rail]], rail))
+        rails = sorted(range(len(targets)), key=lambda rail: (entered_bytes[targets[rail]], rail))
         senders: list[Sender] = []
-        free = list(tree.roots)
+        unused_ranks = list(tree.roots)
         for rail in rails[:count]:
-            known = [
+            connected_ranks = [
                 rank
-                for rank in free
-                if (targets[rail], rank) in pairs and sent[rank] + share <= capacity
+                for rank in unused_ranks
+                if (targets[rail], rank) in pairs and sent_bytes[rank] + share <= capacity
             ]
-            rank = min(known or free, key=lambda rank: (sent[rank], rank))
+            rank = min(connected_ranks or unused_ranks, key=lambda rank: (sent_bytes[rank], rank))
             senders.append(Sender(rank, rail))
-            free.remove(rank)
+            unused_ranks.remove(rank)
         return tuple(senders)
 
     def _number_turns(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Give turns to new senders of entries, which each begin with another sender."""
+        """Give turns to the new senders of every entry; entries begin with different senders."""
         ranks_of = {
-            entry: [rank for _, rank in of_entry]
-            for entry, of_entry in groupby(pairs, key=lambda pair: pair[0])
+            entry: [rank for _, rank in entry_pairs]
+            for entry, entry_pairs in groupby(pairs, key=lambda pair: pair[0])
         }
         for number, (entry, ranks) in enumerate(ranks_of.items()):
             start = number * len(ranks) // len(ranks_of)
@@ -314,10 +319,11 @@ class BroadcastPlanner:
 
     def _order_unit(self, unit: Sequence[TransferGroup]) -> Iterator[Content]:
         """Yield the contents of the buckets of a unit, in order."""
-        heads = tuple(sorted({self._head(self._turn(g, s)) for g in unit for s in self._of(g)}))
+        turns = {self._turn(group, s) for group in unit for s in self._senders_of(group)}
+        heads = tuple(sorted({self._head(turn) for turn in turns}))
         queues: dict[int, list[tuple[tuple[bool, int], int, Content]]] = defaultdict(list)
         for group in unit:
-            tree, senders = self._tree(group), self._of(group)
+            tree, senders = self._tree(group), self._senders_of(group)
             num_shares = min(len(senders), max(1, group.num_bytes // MIN_BUCKET_BYTES))
             for number, slices in enumerate(
                 split_into_buckets(group, self._bucket_bytes, num_shares)
@@ -327,7 +333,7 @@ class BroadcastPlanner:
                 content = (slices, self._hops_of(tree, sender, self._head(turn), heads))
                 num_bytes = sum(tensor_slice.num_bytes for tensor_slice in slices)
                 queues[tree.entry(sender)].append(((tree.enters_at_head, turn), num_bytes, content))
-        # Bytes that an entry has received by then stand for the time at which a bucket is sent.
+        # The bytes that an entry receives before a bucket stand for the time at which it is sent.
         order: list[tuple[int, int, Content]] = []
         for entry, queue in sorted(queues.items()):
             received = 0
@@ -340,7 +346,7 @@ class BroadcastPlanner:
     def _hops_of(
         self, tree: BroadcastTree, sender: Sender, head: int, unit_heads: tuple[int, ...]
     ) -> tuple[Hop, ...]:
-        """Return the hops of a route; equal ones are one object."""
+        """Return the hops of a route; equal routes share one tuple."""
         route = Route(*sender, head, unit_heads, self._num_positions)
         key = (id(tree), route)
         hops = self._hops.get(key)
@@ -355,7 +361,7 @@ class BroadcastPlanner:
         """Return the position of the machine at which the buckets of a turn enter."""
         return turn * self._num_heads // self._num_turns
 
-    def _of(self, group: TransferGroup) -> tuple[Sender, ...]:
+    def _senders_of(self, group: TransferGroup) -> tuple[Sender, ...]:
         return self._senders[group.holders, group.receivers]
 
     def _tree(self, group: TransferGroup) -> BroadcastTree:

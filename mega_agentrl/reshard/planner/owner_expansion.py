@@ -150,19 +150,19 @@ def _layer_tensor_names(shape: ModelShape, owners: RectOwners) -> list[tuple[int
     names_of: dict[int, list[tuple[str, str]]] = {}
     for sample_name in owners:
         if match := _LAYER_NAME.match(sample_name):
-            rest = sample_name[match.end() :]
-            names_of.setdefault(int(match[1]), []).append((sample_name, rest))
+            suffix = sample_name[match.end() :]
+            names_of.setdefault(int(match[1]), []).append((sample_name, suffix))
     sample_layers = enumerate(first_layer_of_each_type(shape))
     sample_of = {shape.is_moe_layer(layer): index for index, layer in sample_layers}
     return [
-        (layer, f"model.layers.{layer}.{rest}", sample_name)
+        (layer, f"model.layers.{layer}.{suffix}", sample_name)
         for layer in range(shape.num_layers)
-        for sample_name, rest in names_of[sample_of[shape.is_moe_layer(layer)]]
+        for sample_name, suffix in names_of[sample_of[shape.is_moe_layer(layer)]]
     ]
 
 
 def _rank_shifter(shift: int) -> Callable[[Ranks], Ranks]:
-    """Return a function that adds `shift` to rank tuples; equal results are one object."""
+    """Return a function that adds `shift` to rank tuples; equal tuples share one result."""
     cache: dict[Ranks, Ranks] = {}
 
     def shift_ranks(ranks: Ranks) -> Ranks:

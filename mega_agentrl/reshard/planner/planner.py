@@ -9,7 +9,7 @@ rank receives exactly the elements of its own shards, once; no rank assembles a 
 It looks only at hops and rectangles, not at how the plan was made:
 
     hops   a bucket reaches a rank at most once, from a rank that has it by then; a trainer rank
-           has what lies in one of its blocks
+           has every slice that lies in one of its blocks
     cover  the slices that reach a rank fill the blocks of its shards without hole or overlap, and
            no slice arrives that the rank does not hold
 """
@@ -90,7 +90,7 @@ def group_layouts(
 ) -> list[TransferGroup]:
     """Return the transfer groups, which do not depend on the locations of the ranks.
 
-    Arguments and errors are those of `plan_transfer`.
+    The arguments and errors are those of `plan_transfer`.
     """
     _check_written_once(rollout_layouts)
     rank_sets = RankSetCache()
@@ -107,9 +107,10 @@ def group_owners(
     *,
     names: Sequence[str],
 ) -> list[TransferGroup]:
-    """Like `group_layouts`, from tables of rectangle owners, for simulations of many ranks.
+    """Return the transfer groups of two tables of rectangle owners.
 
-    `rank_sets` is the cache that both tables were made with.
+    Simulations of many ranks make these tables without layouts. `rank_sets` is the cache that both
+    tables were made with.
     """
     item_bytes = {name: DTYPE_BYTES[dtype] for name, dtype in _dtype_of_each(names, dtypes).items()}
     regions = compute_regions(names, trainer_owners, rollout_owners, rank_sets)
@@ -125,7 +126,7 @@ def plan_from_groups(
     num_trainer_ranks: int,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> TransferPlan:
-    """Plan the transfer of some groups, without checking the result."""
+    """Plan the transfer of the given groups, without checking the result."""
     return TransferPlan(
         num_trainer_ranks=num_trainer_ranks,
         num_rollout_ranks=len(locations) - num_trainer_ranks,
@@ -241,8 +242,8 @@ def _check_received_cover(
                     f"{_WRONG_LAYOUT_CAUSE}"
                 )
         for whole in block_rects[name]:
-            common = [rect.intersect(whole) for rect in received_rects[name]]
-            hole = whole.numel - sum(part.numel for part in common if part)
+            overlaps = [rect.intersect(whole) for rect in received_rects[name]]
+            hole = whole.numel - sum(overlap.numel for overlap in overlaps if overlap)
             if hole:
                 raise ValueError(
                     f"{owner}: {hole} of {whole.numel} elements of {name} {whole} do not arrive; "

@@ -7,7 +7,7 @@ holds it and of every rollout rank that needs it. For one tensor:
     rollout ranks need    |  s0  |  s1  |  s2  |
     regions               |  a   |b |c  |  d   |    b: held by r0,r2, needed by s1
 
-Regions are disjoint, and together they cover everything that is needed.
+Regions are disjoint, and together they cover every element that a rollout rank needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Ranks = tuple[int, ...]
 RectOwners = dict[str, dict[Rect, Ranks]]
-"""By tensor, every rectangle that some rank has in one block, with all ranks that have it."""
+"""By tensor, every rectangle that a rank has in one block, with all ranks that have it."""
 
 
 @dataclass(slots=True)
@@ -36,12 +36,12 @@ class RankSetCache:
     _interned: dict[Ranks, Ranks] = field(default_factory=dict)
     _unions: dict[tuple[Ranks, ...], Ranks] = field(default_factory=dict)
 
-    def union(self, parts: tuple[Ranks, ...]) -> Ranks:
-        """Return all ranks of the parts, ascending."""
-        union = self._unions.get(parts)
+    def union(self, rank_sets: tuple[Ranks, ...]) -> Ranks:
+        """Return the ranks of all sets, ascending."""
+        union = self._unions.get(rank_sets)
         if union is None:
-            merged = tuple(sorted(set().union(*parts)))
-            union = self._unions[parts] = self._interned.setdefault(merged, merged)
+            ranks = tuple(sorted(set().union(*rank_sets)))
+            union = self._unions[rank_sets] = self._interned.setdefault(ranks, ranks)
         return union
 
 
@@ -67,15 +67,15 @@ def rect_owners(
     ranks_of: dict[int, list[int]] = defaultdict(list)
     for rank, layout in enumerate(layouts, start=first_rank):
         ranks_of[id(layout)].append(rank)
-    parts: dict[str, dict[Rect, list[Ranks]]] = defaultdict(dict)
+    ranks_by_rect: dict[str, dict[Rect, list[Ranks]]] = defaultdict(dict)
     for layout in distinct_layouts(layouts):
         ranks = tuple(ranks_of[id(layout)])
         for shard in layout:
             for block in shard.blocks:
-                parts[block.hf_name].setdefault(block.hf_rect, []).append(ranks)
+                ranks_by_rect[block.hf_name].setdefault(block.hf_rect, []).append(ranks)
     return {
         name: {rect: rank_sets.union(tuple(owners)) for rect, owners in rects.items()}
-        for name, rects in parts.items()
+        for name, rects in ranks_by_rect.items()
     }
 
 
@@ -100,19 +100,18 @@ def compute_regions(
     for name in names:
         holder_sets = list(trainer_owners[name].values())
         receiver_sets = list(rollout_owners[name].values())
-        for rect, holders_in, receivers_in in _split_at_borders(
+        for rect, held_indices, needed_indices in _split_at_borders(
             tuple(trainer_owners[name]), tuple(rollout_owners[name])
         ):
-            receivers = rank_sets.union(tuple(receiver_sets[i] for i in receivers_in))
-            if not holders_in:
+            receivers = rank_sets.union(tuple(receiver_sets[i] for i in needed_indices))
+            if not held_indices:
                 raise ValueError(
                     f"transfer plan: {name} {rect} is needed by rollout ranks "
                     f"{_shorten(receivers)} and held by no trainer rank; probable cause: layouts "
                     "of two different models"
                 )
-            yield TransferRegion(
-                name, rect, rank_sets.union(tuple(holder_sets[i] for i in holders_in)), receivers
-            )
+            holders = rank_sets.union(tuple(holder_sets[i] for i in held_indices))
+            yield TransferRegion(name, rect, holders, receivers)
 
 
 def _check_same_tensors(
@@ -144,16 +143,16 @@ Box = tuple[tuple[int, int], ...]
 def _split_at_borders(held: tuple[Rect, ...], needed: tuple[Rect, ...]) -> tuple[RectOverlap, ...]:
     """Return each region of a tensor with the indices of the held and needed rects around it.
 
-    Coordinates are compressed to the borders that occur. Cells of that grid that lie in the same
-    rectangles are merged again, along one dim after the other.
+    The borders of all rectangles form a grid. Adjacent cells of it that lie in the same rectangles
+    are merged, along one dim after the other.
     """
     num_dims = len(needed[0].start)
     borders = [
-        sorted({at for rect in (*held, *needed) for at in (rect.start[dim], rect.stop[dim])})
+        sorted({end for rect in (*held, *needed) for end in (rect.start[dim], rect.stop[dim])})
         for dim in range(num_dims)
     ]
-    index_of = [{at: index for index, at in enumerate(line)} for line in borders]
-    inside: dict[tuple[int, ...], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    index_of = [{border: n for n, border in enumerate(dim_borders)} for dim_borders in borders]
+    rects_around: dict[tuple[int, ...], tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
     for side, rects in enumerate((held, needed)):
         for number, rect in enumerate(rects):
             for cell in itertools.product(
@@ -162,12 +161,12 @@ def _split_at_borders(held: tuple[Rect, ...], needed: tuple[Rect, ...]) -> tuple
                     for index, a, b in zip(index_of, rect.start, rect.stop, strict=True)
                 )
             ):
-                inside[cell][side].append(number)
+                rects_around[cell][side].append(number)
     cells_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Box]] = defaultdict(list)
-    for cell, (holders_in, receivers_in) in inside.items():
-        if receivers_in:
-            box = tuple((at, at + 1) for at in cell)
-            cells_of[tuple(holders_in), tuple(receivers_in)].append(box)
+    for cell, (held_indices, needed_indices) in rects_around.items():
+        if needed_indices:
+            box = tuple((index, index + 1) for index in cell)
+            cells_of[tuple(held_indices), tuple(needed_indices)].append(box)
     overlaps = [
         (_box_to_rect(box, borders), *key)
         for key, boxes in cells_of.items()
@@ -202,6 +201,6 @@ def _merge_intervals(spans: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def _box_to_rect(box: Box, borders: list[list[int]]) -> Rect:
     return Rect(
-        tuple(line[low] for line, (low, _) in zip(borders, box, strict=True)),
-        tuple(line[high] for line, (_, high) in zip(borders, box, strict=True)),
+        tuple(ends[low] for ends, (low, _) in zip(borders, box, strict=True)),
+        tuple(ends[high] for ends, (_, high) in zip(borders, box, strict=True)),
     )

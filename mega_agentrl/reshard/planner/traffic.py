@@ -62,7 +62,7 @@ class TransferTraffic:
         )
 
     def max_peers(self) -> int:
-        """Return the most ranks that any rank exchanges bytes with, counted by direction."""
+        """Return the maximum of `num_peers`."""
         return max(self.num_peers)
 
     def summary(self) -> str:
@@ -75,10 +75,10 @@ class TransferTraffic:
                 f"{max(sent) / 2**30:9.3f} sent, {max(received) / 2**30:9.3f} received"
             )
         bound = f"{'at least':<10} {self.min_network_bytes / 2**30:12.3f} GiB over the network"
-        carried = [f"by {name}: {count} bytes" for name, count in self.transport_bytes.items()]
+        by_transport = [f"by {name}: {count} bytes" for name, count in self.transport_bytes.items()]
         predicted = f"predicted  {self.predicted_s:12.3f} s"
         peers = f"peers      {self.max_peers():12d} at most"
-        return "\n".join([*lines, bound, *carried, predicted, peers])
+        return "\n".join([*lines, bound, *by_transport, predicted, peers])
 
 
 def count_traffic(
@@ -117,7 +117,7 @@ _LinkedHop = tuple[int, int, LinkType]
 def _routes(
     plan: TransferPlan, locations: Sequence[RankLocation]
 ) -> tuple[dict[int, list[_LinkedHop]], dict[int, int]]:
-    """Return hops with their links, and bytes, by id of the hops, which buckets share."""
+    """Return hops with their link types, and bytes, by id of the hops, which buckets share."""
     routes: dict[int, list[_LinkedHop]] = {}
     bytes_of: dict[int, int] = {}
     for bucket in plan.buckets:
@@ -161,7 +161,8 @@ def _simulate(
 def module_bytes(layout: Iterable[ShardLayout], item_bytes: int) -> dict[str, int]:
     """Return the bytes of every module of a rollout rank, padding included.
 
-    A module is what a parameter's name starts with, such as `model.layers.0.mlp.experts`.
+    The name of a module is the prefix of its parameters' names, such as
+    `model.layers.0.mlp.experts`.
     """
     sizes: dict[str, int] = defaultdict(int)
     for shard in layout:
@@ -170,7 +171,7 @@ def module_bytes(layout: Iterable[ShardLayout], item_bytes: int) -> dict[str, in
 
 
 def max_open_bytes(plan: TransferPlan, rank: int, layout: Sequence[ShardLayout]) -> int:
-    """Return the most bytes that a rollout rank has in modules that are begun but not complete.
+    """Return the peak bytes of a rollout rank's modules that have only arrived in part.
 
     A module gets memory with its first slice and is complete with its last one.
     """
@@ -181,12 +182,12 @@ def max_open_bytes(plan: TransferPlan, rank: int, layout: Sequence[ShardLayout])
         num_missing[_module_of(shard.name)] += sum(b.local_rect.numel for b in shard.blocks)
     open_modules: set[str] = set()
     open_bytes = max_bytes = 0
-    arrives: dict[int, bool] = {}  # buckets share their hops
+    reaches_rank: dict[int, bool] = {}  # buckets share their hops
     for bucket in plan.buckets:
         key = id(bucket.hops)
-        if key not in arrives:
-            arrives[key] = any(hop.target == rank for hop in bucket.hops)
-        if not arrives[key]:
+        if key not in reaches_rank:
+            reaches_rank[key] = any(hop.target == rank for hop in bucket.hops)
+        if not reaches_rank[key]:
             continue
         for tensor_slice in bucket.slices:
             for param_slice in index.find(tensor_slice):

@@ -2,7 +2,7 @@
 
 An update goes through the model layer by layer; a tensor outside of the layers is a unit of its
 own. A module of an engine has all its weights in one unit, so a rank that receives the units one
-after another never has modules of two units in memory that are begun but not complete.
+after another never has incomplete modules of two units in memory.
 
 A group is split into equal buckets of at most the given size; slices are split along their first
 dim.
@@ -69,11 +69,11 @@ def group_regions(
 
 
 def merge_units(groups: Iterable[TransferGroup], max_bytes: int) -> list[list[TransferGroup]]:
-    """Return the groups by unit; a unit takes in the next one while no rank gets more than a size.
+    """Return the groups by unit, merging successive units while they are small for every rank.
 
     Args:
         groups: Result of `group_regions`.
-        max_bytes: Maximum number of bytes that a rank receives in a unit made of several.
+        max_bytes: Maximum number of bytes that a rank receives in a merged unit.
     """
     merged: list[list[TransferGroup]] = []
     received: Counter[int] = Counter()
@@ -111,7 +111,7 @@ def _join_groups(unit: Sequence[TransferGroup]) -> list[TransferGroup]:
 
 
 def min_network_bytes(groups: Iterable[TransferGroup], locations: Sequence[RankLocation]) -> int:
-    """Return the bytes that must at least cross between machines.
+    """Return the minimum number of bytes that must cross between machines.
 
     Each byte that a machine needs and does not hold has to enter it once.
     """
@@ -132,27 +132,25 @@ def split_into_buckets(
 ) -> list[tuple[TensorSlice, ...]]:
     """Return the slices of a group by bucket.
 
-    Buckets are equal parts of the group but for a row, so that none travels almost empty.
+    Buckets are equal up to one row, so that none is almost empty.
 
     Args:
         group: The group.
         max_bytes: Maximum size of a bucket, unless a single row is larger.
-        multiple_of: The number of buckets is a multiple of it if they can be that small.
+        multiple_of: Divisor of the number of buckets, if there are enough rows.
     """
     if group.num_bytes <= max_bytes and multiple_of == 1:
         return [tuple(group.slices)]
     for factor in itertools.count(max(1, -(-group.num_bytes // (max_bytes * multiple_of)))):
         buckets = _cut(group, factor * multiple_of)
-        if all(_is_small(bucket, max_bytes) for bucket in buckets):
+        if all(_fits(bucket, max_bytes) for bucket in buckets):
             return buckets
-    raise AssertionError("buckets of one row are small enough")
+    raise AssertionError("buckets of one row fit any size")
 
 
-def _is_small(bucket: Sequence[TensorSlice], max_bytes: int) -> bool:
-    (first, *others) = bucket
-    return sum(part.num_bytes for part in bucket) <= max_bytes or (
-        not others and _num_rows(first) == 1
-    )
+def _fits(bucket: Sequence[TensorSlice], max_bytes: int) -> bool:
+    is_one_row = len(bucket) == 1 and _num_rows(bucket[0]) == 1
+    return is_one_row or sum(tensor_slice.num_bytes for tensor_slice in bucket) <= max_bytes
 
 
 def _num_rows(tensor_slice: TensorSlice) -> int:
@@ -161,13 +159,13 @@ def _num_rows(tensor_slice: TensorSlice) -> int:
 
 
 def _cut(group: TransferGroup, num_parts: int) -> list[tuple[TensorSlice, ...]]:
-    """Cut a group at the rows before equal shares of its bytes; leave out empty parts."""
+    """Cut a group into parts of equal bytes, between rows; leave out empty parts."""
     parts: list[list[TensorSlice]] = [[] for _ in range(num_parts)]
     end = 0
     for tensor_slice in group.slices:
         row_bytes, row = tensor_slice.num_bytes // _num_rows(tensor_slice), 0
         while row < _num_rows(tensor_slice):
-            # The part of the next row, by the row's end, and the rows up to the end of that part.
+            # The part in which the next row ends, and the number of rows up to the part's end.
             number = (end + row_bytes - 1) * num_parts // group.num_bytes
             share_end = -(-(number + 1) * group.num_bytes // num_parts)
             num_rows = min((share_end - end) // row_bytes, _num_rows(tensor_slice) - row)
@@ -177,7 +175,7 @@ def _cut(group: TransferGroup, num_parts: int) -> list[tuple[TensorSlice, ...]]:
 
 
 def _rows_of(tensor_slice: TensorSlice, first: int, last: int) -> TensorSlice:
-    """Return the rows from `first` to before `last` of a slice."""
+    """Return rows `first` to `last - 1` of a slice."""
     rect, num_rows = tensor_slice.rect, _num_rows(tensor_slice)
     if last - first == num_rows:
         return tensor_slice

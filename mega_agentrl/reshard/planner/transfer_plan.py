@@ -30,7 +30,7 @@ class TensorSlice(NamedTuple):
     rect: Rect
     """Rectangle in the full tensor."""
     num_bytes: int
-    """Size in the dtype it is sent in."""
+    """Size in the dtype in which the tensor is sent."""
 
 
 class Hop(NamedTuple):
@@ -55,7 +55,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Everything that all ranks must agree on."""
+    """The plan of a weight update, the same on all ranks."""
 
     num_trainer_ranks: int
     num_rollout_ranks: int
@@ -113,9 +113,9 @@ class TransferPlan:
             replace(
                 self,
                 dtype_of={name: self.dtype_of[name] for name in self.dtype_of.keys() & names},
-                buckets=tuple(part),
+                buckets=tuple(group_buckets),
             )
-            for part, names in zip(buckets, names_of, strict=True)
+            for group_buckets, names in zip(buckets, names_of, strict=True)
         ]
 
 

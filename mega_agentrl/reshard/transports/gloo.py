@@ -91,8 +91,8 @@ class GlooTransport:
     def close(self) -> None:
         """Close all connections.
 
-        The only way to make gloo close a connection, and so to wake a peer that waits, is to let a
-        wait of our own time out.
+        The only way to make gloo close a connection, and so to wake a peer that waits, is to wait
+        for a frame from that peer until a timeout.
         """
         group, self._group = self._group, None
         if group is None:

@@ -45,7 +45,7 @@ class SharedBuffer(Protocol):
 
 
 class SharedMemory(Protocol):
-    """Allocates one kind of shareable memory and maps that of peers."""
+    """Allocates one kind of shareable memory and maps the memory of peers."""
 
     def allocate(self, num_bytes: int) -> SharedBuffer:
         """Allocate memory with undefined values."""
@@ -90,8 +90,8 @@ class MemfdMemory:
         except OSError as error:
             got = str(error)
         raise RuntimeError(
-            f"memory of process {pid}: expected {name} at {path}, got {got}; the process has "
-            "ended, is of another user, or is in another container of this machine"
+            f"memory of process {pid}: expected {name} at {path}, got {got}; probable cause: the "
+            "process has ended, belongs to another user, or runs in another container"
         )
 
     def synchronize(self) -> None:
@@ -107,7 +107,7 @@ class CudaIpcBuffer:
         _local_device_tensors[self._name] = self.tensor
 
     def handle(self) -> bytes:
-        """Return a handle for one peer; it holds a reference until that peer gives it back."""
+        """Return a handle for one peer, which keeps the memory until the peer unmaps it."""
         storage: Any = self.tensor.untyped_storage()
         return pickle.dumps((self._name, storage._share_cuda_()))
 
@@ -125,12 +125,12 @@ class CudaIpcMemory:
         return CudaIpcBuffer(num_bytes, self._device)
 
     def open(self, handle: bytes) -> torch.Tensor:  # noqa: D102
-        name, (_, *shared) = pickle.loads(handle)
-        own = _local_device_tensors.get(name)
-        if own is not None:
-            return own
+        name, (_, *ipc_handle) = pickle.loads(handle)
+        local_tensor = _local_device_tensors.get(name)
+        if local_tensor is not None:
+            return local_tensor
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *shared)
+        storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *ipc_handle)
         flat = torch.empty(0, dtype=torch.uint8, device=self._device)
         return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
 

@@ -95,7 +95,7 @@ class NcclSendHandle:
 
 
 class NcclTransport:
-    """Transport of one rank.
+    """Transport of one rank over NCCL.
 
     Args:
         ascending_group: Process group for frames from lower to higher ranks.
@@ -231,12 +231,12 @@ def _make_group(store: Store, rank: int, world_size: int) -> Any:
 @contextmanager
 def _async_error_handling_disabled() -> Iterator[None]:
     """Keep torch from ending the process when a peer dies, which only this variable prevents."""
-    before = os.environ.get(_ERROR_HANDLING_VARIABLE)
+    previous_value = os.environ.get(_ERROR_HANDLING_VARIABLE)
     os.environ[_ERROR_HANDLING_VARIABLE] = "0"
     try:
         yield
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[_ERROR_HANDLING_VARIABLE]
         else:
-            os.environ[_ERROR_HANDLING_VARIABLE] = before
+            os.environ[_ERROR_HANDLING_VARIABLE] = previous_value

@@ -71,15 +71,15 @@ class TransportEntry:
     """Connects a rank to its peers."""
 
 
-def _shares_memory(one: RankLocation, other: RankLocation) -> bool:
-    link = link_type_between(one, other)
-    on_host = one.device is None and other.device is None
+def _shares_memory(first: RankLocation, second: RankLocation) -> bool:
+    link = link_type_between(first, second)
+    on_host = first.device is None and second.device is None
     return link is LinkType.same_gpu or (link is LinkType.same_node and on_host)
 
 
-def _has_two_gpus(one: RankLocation, other: RankLocation) -> bool:
-    on_gpus = one.device is not None and other.device is not None
-    return on_gpus and link_type_between(one, other) is not LinkType.same_gpu
+def _has_two_gpus(first: RankLocation, second: RankLocation) -> bool:
+    on_gpus = first.device is not None and second.device is not None
+    return on_gpus and link_type_between(first, second) is not LinkType.same_gpu
 
 
 def _join_nccl(context: JoinContext) -> Transport:
@@ -104,18 +104,18 @@ TRANSPORTS: Mapping[TransportKind, TransportEntry] = {
         _shares_memory, lambda context: context.shared_memory
     ),
     TransportKind.nccl: TransportEntry(_has_two_gpus, _join_nccl),
-    TransportKind.gloo: TransportEntry(lambda one, other: True, _join_gloo),
+    TransportKind.gloo: TransportEntry(lambda first, second: True, _join_gloo),
 }
 """All transports, fastest first."""
 
 
 def transport_kind_between(
-    one: RankLocation, other: RankLocation, chosen: TransportKind = TransportKind.auto
+    first: RankLocation, second: RankLocation, chosen: TransportKind = TransportKind.auto
 ) -> TransportKind:
     """Return the chosen transport if it connects the two ranks, else the fastest that does."""
-    if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(one, other):
+    if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(first, second):
         return chosen
-    return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(one, other))
+    return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(first, second))
 
 
 def bytes_by_transport(

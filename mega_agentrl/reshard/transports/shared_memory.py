@@ -4,8 +4,8 @@
     writes a slot, `send`  -- frame n is ready ->   maps that memory once, reads the frame there
     `wait` returns         <- frame n is released   `release`
 
-The owner of a slot may write to it again when all peers that it has sent the slot's frame to have
-released it. A receiver never writes to a peer's memory.
+The owner of a slot may write to it again when all peers to which it has sent the slot's frame have
+released that frame. A receiver never writes to a peer's memory.
 
 A forwarded frame is first copied into the slot that was given to its `receive`, which is free until
 the handle is released. A frame outside the slots is copied into a block of its own, which lives
@@ -88,7 +88,7 @@ class ControlMessage:
 
     @classmethod
     def unpack(cls, packed: torch.Tensor) -> ControlMessage:
-        """Invert `pack`."""
+        """Return the message that `pack` has packed."""
         content = packed.numpy().tobytes()
         message_type, frame_index, block_id, offset, num_bytes, length = _HEADER.unpack_from(
             content
@@ -218,7 +218,7 @@ class SharedMemoryRecvHandle:
 
 
 class SharedMemoryTransport:
-    """Transport of one rank.
+    """Transport of one rank over shared memory.
 
     Args:
         control: Transport for the messages, used for nothing else between these ranks.
@@ -254,7 +254,7 @@ class SharedMemoryTransport:
             _SLOTS_BLOCK_ID, self._memory.allocate(count * stride)
         )
         tensor = self._slot_allocation.block.tensor
-        return [tensor[at : at + num_bytes] for at in range(0, count * stride, stride)]
+        return [tensor[start : start + num_bytes] for start in range(0, count * stride, stride)]
 
     def send(self, frame: torch.Tensor, peer: int) -> SharedMemorySendHandle:  # noqa: D102
         self._channel.post_receives(peer)
@@ -321,12 +321,12 @@ class SharedMemoryTransport:
     def _share_frame(self, frame: torch.Tensor) -> tuple[_SharedAllocation, int]:
         """Return the allocation and offset of a frame, copying it if peers could not map it."""
         handle = self._open_frames.get(frame.data_ptr())
-        own_frame = frame if handle is None else handle.copy_to_slot(frame.numel())
+        local_frame = frame if handle is None else handle.copy_to_slot(frame.numel())
         if self._slot_allocation is not None:
-            offset = self._slot_allocation.offset_of(own_frame)
+            offset = self._slot_allocation.offset_of(local_frame)
             if offset is not None:
                 return self._slot_allocation, offset
         self._num_allocations += 1
         allocation = _SharedAllocation(self._num_allocations, self._memory.allocate(frame.numel()))
-        allocation.block.tensor.copy_(own_frame)
+        allocation.block.tensor.copy_(local_frame)
         return allocation, 0

@@ -24,7 +24,7 @@ NO_TARGET = -1
 
 
 class MatrixCopy(NamedTuple):
-    """A matrix that is copied, and the digest that its own is added to; a row of a `CopyTable`.
+    """A row of a `CopyTable`: a matrix to copy, and the digest to which its digest is added.
 
     Elements of a row are adjacent in both places. Offsets and strides count elements.
     """
@@ -32,19 +32,19 @@ class MatrixCopy(NamedTuple):
     item_bytes: int
     """Bytes per element: 2 or 4."""
     source: int
-    """Index of the tensor that is copied from."""
+    """Index of the tensor to copy from."""
     source_offset: int
     """First element."""
     source_stride: int
     """Elements from one row to the next."""
     target: int
-    """Index of the tensor that is copied to; `NO_TARGET` to compute the digest only, on a GPU."""
+    """Index of the tensor to copy to; `NO_TARGET` to compute the digest only, on a GPU."""
     target_offset: int
     target_stride: int
     num_rows: int
     num_columns: int
     first_row: int
-    """Position of the first element in the tensor that the digest is of."""
+    """Position of the first element in the tensor whose digest is computed."""
     first_column: int
     digest: int
     """Index of the digest."""
@@ -109,9 +109,9 @@ def prepare_kernel() -> None:
         compile_kernel()
     elif _has_triton():
         device = torch.device("cuda", torch.cuda.current_device())
-        one = MatrixCopy(4, 0, 0, 1, NO_TARGET, 0, 0, 1, 1, 0, 0, 0)
+        single_copy = MatrixCopy(4, 0, 0, 1, NO_TARGET, 0, 0, 1, 1, 0, 0, 0)
         sum_D2 = torch.zeros(1, 2, dtype=torch.int32, device=device)
-        CopyTable([one]).run([torch.zeros(1, device=device)], sum_D2)
+        CopyTable([single_copy]).run([torch.zeros(1, device=device)], sum_D2)
 
 
 @cache
@@ -121,10 +121,10 @@ def _has_triton() -> bool:
 
 @cache
 def compile_kernel() -> Callable[..., None]:
-    """Compile the loop for CPUs; its arguments are those that `CopyTable.run` gives.
+    """Compile the loop for CPUs, which `CopyTable.run` calls.
 
-    The addresses of the tensors are passed three times: as numbers, and as pointers to words and
-    to 16-bit elements.
+    Its arguments contain the addresses of the tensors three times: as numbers, and as pointers to
+    words and to 16-bit elements.
     """
     from numba import carray, cfunc, int16, int32, int64, types, void
 
@@ -180,8 +180,8 @@ def compile_kernel() -> Callable[..., None]:
             sums_at[2 * copy[11]] += first
             sums_at[2 * copy[11] + 1] += second
 
-    at, count = ctypes.c_void_p, ctypes.c_int64
-    call = ctypes.CFUNCTYPE(None, at, count, at, at, at, at, at, count, at)
+    ptr, count = ctypes.c_void_p, ctypes.c_int64
+    call = ctypes.CFUNCTYPE(None, ptr, count, ptr, ptr, ptr, ptr, ptr, count, ptr)
     function = call(copy_with_digests.address)
     # The machine code is freed with this object.
     function.code = copy_with_digests  # type: ignore[attr-defined]
@@ -237,8 +237,8 @@ def _compile_loops() -> tuple[Any, Any]:
             for column in range(num_columns):
                 half = source[column]
                 target[column] = half
-                at = column + odd
-                total += ((half & 0xFFFF) << (16 * (at & 1))) * column_factors[at >> 1]
+                position = column + odd
+                total += ((half & 0xFFFF) << (16 * (position & 1))) * column_factors[position >> 1]
             first += row_factors_0[row] * total
             second += row_factors_1[row] * total
         return first, second

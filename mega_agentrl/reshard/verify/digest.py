@@ -44,7 +44,7 @@ _MATRICES_PER_LAUNCH = 64
 """Matrices that are in memory at the same time on a GPU; they may be converted copies."""
 
 _Matrix = tuple[torch.Tensor, tuple[int, ...]]
-"""Values `[R, C]`, and the row and column of the first one in the whole tensor."""
+"""Values `[R, C]`, and the row and column of the first value in the whole tensor."""
 
 
 def compute_digests(items: Iterable[tuple[torch.Tensor, Rect]]) -> np.ndarray:
@@ -142,9 +142,9 @@ def _words_and_factors(value_RC: torch.Tensor, first: int) -> tuple[torch.Tensor
 
 def _can_view_as_words(value_RC: torch.Tensor, first: int) -> bool:
     """Return whether pairs of elements can be read in place as words."""
-    even = (first, value_RC.shape[1], value_RC.storage_offset())
-    rows = value_RC.stride(0) if value_RC.shape[0] > 1 else 0
-    return value_RC.stride(1) == 1 and not any(number % 2 for number in (*even, rows))
+    row_stride = value_RC.stride(0) if value_RC.shape[0] > 1 else 0
+    offsets = (first, value_RC.shape[1], value_RC.storage_offset(), row_stride)
+    return value_RC.stride(1) == 1 and not any(offset % 2 for offset in offsets)
 
 
 def _weighted_row_sums(word_RC: torch.Tensor, factor_C: torch.Tensor) -> torch.Tensor:

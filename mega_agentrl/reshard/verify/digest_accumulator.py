@@ -1,7 +1,7 @@
 """Digests of one rank's blocks, computed while values are copied from or to frames.
 
-A batch of a frame's parts is copied with one call (`CopyTable`), which is prepared when the batch
-is copied for the first time and kept. While a part that lies inside one block is copied, its digest
+A batch of a frame's parts is copied with one call of a `CopyTable`, which is made when the batch is
+copied for the first time. While a part that lies inside one block is copied, its digest
 is added to the block's. The sum is valid if the parts covered the block exactly, without overlap.
 Parts that no table can copy (because the dtype is converted, or the elements of a row are not
 adjacent) are copied by torch, and the digests of their blocks must be computed from memory.
@@ -53,29 +53,29 @@ class _BlockIndex:
     """Finds blocks by their position in a parameter; a stack of experts has hundreds."""
 
     def __init__(self, blocks: Sequence[ParamBlock]) -> None:
-        self._sorted: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._entries: dict[str, list[tuple[int, int]]] = defaultdict(list)
         """First row or expert and index of each block, ascending, by parameter."""
         self._max_stops: dict[str, list[int]] = defaultdict(list)
         """One past the last row or expert of a block or of any before it."""
         for index, block in enumerate(blocks):
-            self._sorted[block.param].append((block.local_rect.start[0], index))
-        for param, entries in self._sorted.items():
+            self._entries[block.param].append((block.local_rect.start[0], index))
+        for param, entries in self._entries.items():
             entries.sort()
             stops = (blocks[index].local_rect.stop[0] for _, index in entries)
             self._max_stops[param] = list(accumulate(stops, max))
 
     def find(self, param_slice: ParamSlice) -> list[int]:
-        """Return the indices of all blocks that overlap in the first dim, and maybe in others."""
+        """Return the indices of all blocks that overlap with a slice in the first dim."""
         param, rect = param_slice
-        if param not in self._sorted:
+        if param not in self._entries:
             return []
         first = bisect_right(self._max_stops[param], rect.start[0])
-        last = bisect_left(self._sorted[param], (rect.stop[0],))
-        return [index for _, index in self._sorted[param][first:last]]
+        last = bisect_left(self._entries[param], (rect.stop[0],))
+        return [index for _, index in self._entries[param][first:last]]
 
 
 class _TensorType(NamedTuple):
-    """What a prepared copy depends on: everything of a tensor except its address."""
+    """Properties of a tensor, other than its address, on which a prepared copy depends."""
 
     dtype: torch.dtype
     device: torch.device
@@ -89,18 +89,18 @@ class _PreparedBatch:
     param_names: tuple[str, ...]
     """Names of the parameters, by their indices in the table less one."""
     types: tuple[_TensorType, ...]
-    """Types of the frame and the parameters that the table is for."""
+    """Types of the frame and the parameters for which the table was made."""
     table: CopyTable
     rects_of_block: dict[int, tuple[Rect, ...]]
     """Local rectangles that the table copies, by index of the block."""
-    others: PartBatch
+    torch_parts: PartBatch
     """Parts that torch copies."""
-    spoiled_blocks: frozenset[int]
-    """Blocks that overlap with these parts."""
+    undigested_blocks: frozenset[int]
+    """Blocks that overlap with `torch_parts`, so that they get no digest from copies."""
 
 
 class DigestAccumulator:
-    """Digests of the blocks of one rank, which are referred to by index.
+    """Accumulates the digests of one rank's blocks, which are identified by index.
 
     Args:
         blocks: All blocks.
@@ -110,10 +110,10 @@ class DigestAccumulator:
     def __init__(self, blocks: Sequence[ParamBlock], *, to_frame: bool) -> None:
         self._blocks, self._to_frame = blocks, to_frame
         self._block_index = _BlockIndex(blocks)
-        self._prepared: dict[PartBatch, _PreparedBatch] = {}
+        self._prepared_batches: dict[PartBatch, _PreparedBatch] = {}
         self._sum_D2 = torch.zeros(len(blocks), 2, dtype=torch.int32)
         self._last_cover: list[list[tuple[Rect, ...]] | None] = [None] * len(blocks)
-        """Rectangles that covered the block the last time; they rarely change."""
+        """Rectangles that covered each block the last time; they rarely change."""
         self.reset()
         prepare_kernel()  # when a rank joins, not during its first update
 
@@ -126,23 +126,24 @@ class DigestAccumulator:
     def copy(
         self, batch: PartBatch, frame: torch.Tensor, params: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy as `PartBatch.pack` or `PartBatch.unpack`, and add the digests of what is copied."""
-        prepared = self._prepared.get(batch)
+        """Pack or unpack a batch, like `PartBatch`, and add the digests of the copied values."""
+        prepared = self._prepared_batches.get(batch)
         names = batch.param_names if prepared is None else prepared.param_names
         tensors = [frame, *(params[name] for name in names)]
         types = tuple(_TensorType(t.dtype, t.device, t.stride()) for t in tensors)
         if prepared is None or prepared.types != types:
-            prepared = self._prepared[batch] = self._prepare(batch, names, types)
+            prepared = self._prepared_batches[batch] = self._prepare(batch, names, types)
         if self._sum_D2.device != frame.device:
             self._sum_D2 = self._sum_D2.to(frame.device)
         if prepared.rects_of_block:
             prepared.table.run(tensors, self._sum_D2)
-        (prepared.others.pack if self._to_frame else prepared.others.unpack)(frame, params)
+        torch_parts = prepared.torch_parts
+        (torch_parts.pack if self._to_frame else torch_parts.unpack)(frame, params)
         for index, rects in prepared.rects_of_block.items():
-            copied = self._copied_rects[index]
-            if copied is not None:
-                copied.append(rects)
-        for index in prepared.spoiled_blocks:
+            copied_rects = self._copied_rects[index]
+            if copied_rects is not None:
+                copied_rects.append(rects)
+        for index in prepared.undigested_blocks:
             self._copied_rects[index] = None
 
     def is_covered(self, index: int) -> bool:
@@ -154,16 +155,16 @@ class DigestAccumulator:
         return True
 
     def digests(self) -> np.ndarray:
-        """Return `[blocks, 2]` uint32 digests; those of blocks not covered are not valid."""
+        """Return `[blocks, 2]` uint32 digests, which are valid only for covered blocks."""
         sums: np.ndarray = self._sum_D2.numpy(force=True).view(np.uint32).copy()
         return sums
 
     def _covers(self, index: int, rects: Sequence[tuple[Rect, ...]]) -> bool:
         """Return whether the rectangles, which lie inside the block, cover it without overlap."""
         flat = list(chain.from_iterable(rects))
-        covered = sum(rect.numel for rect in flat)
-        return covered == self._blocks[index].local_rect.numel and all(
-            one.intersect(other) is None for one, other in combinations(flat, 2)
+        numel = sum(rect.numel for rect in flat)
+        return numel == self._blocks[index].local_rect.numel and all(
+            first.intersect(second) is None for first, second in combinations(flat, 2)
         )
 
     def _prepare(
@@ -171,8 +172,8 @@ class DigestAccumulator:
     ) -> _PreparedBatch:
         copies: list[MatrixCopy] = []
         rects_of_block: dict[int, tuple[Rect, ...]] = {}
-        others: list[FramePart] = []
-        spoiled_blocks: set[int] = set()
+        torch_parts: list[FramePart] = []
+        undigested_blocks: set[int] = set()
         has_tables = len({t.device for t in types}) == 1 and supports_tables(types[_FRAME].device)
         tensor_of = {name: number for number, name in enumerate(names, start=_FRAME + 1)}
         for part in batch.parts:
@@ -187,8 +188,8 @@ class DigestAccumulator:
                 tensor = tensor_of[param]
                 copy = self._matrix_copy(part, indices[0], tensor, types[tensor])
             if copy is None:
-                others.append(part)
-                spoiled_blocks.update(indices)
+                torch_parts.append(part)
+                undigested_blocks.update(indices)
             else:
                 copies.append(copy)
                 rects_of_block[indices[0]] = (*rects_of_block.get(indices[0], ()), rect)
@@ -197,8 +198,8 @@ class DigestAccumulator:
             types,
             CopyTable(copies),
             rects_of_block,
-            PartBatch(tuple(others)),
-            frozenset(spoiled_blocks),
+            PartBatch(tuple(torch_parts)),
+            frozenset(undigested_blocks),
         )
 
     def _matrix_copy(

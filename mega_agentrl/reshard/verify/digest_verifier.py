@@ -79,11 +79,11 @@ class RegionIndex:
         for number, region in enumerate(regions):
             self._by_name[region.hf_name].append((number, region))
 
-    def of_held_tensors(self, layout: RankLayout) -> list[DigestRegion]:
-        """Return the regions of those tensors of which a trainer rank holds a part, in order."""
+    def regions_of(self, layout: RankLayout) -> list[DigestRegion]:
+        """Return all regions of the tensors of which a trainer rank holds a part, in order."""
         names = {block.hf_name for shard in layout for block in shard.blocks}
-        found = [entry for name in names for entry in self._by_name.get(name, ())]
-        return [region for _, region in sorted(found, key=lambda entry: entry[0])]
+        entries = [entry for name in names for entry in self._by_name.get(name, ())]
+        return [region for _, region in sorted(entries, key=lambda entry: entry[0])]
 
     def parts_of(self, layout: RankLayout) -> list[RegionPart]:
         """Return the distinct parts of the regions that a trainer rank holds, ascending."""
@@ -128,7 +128,7 @@ class ReceivedDigests:
     def copy(
         self, batch: PartBatch, frame: torch.Tensor, params: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy a batch from a frame to parameters, and digest it."""
+        """Copy a batch from a frame to parameters, and add the digests of the copied values."""
         self._accumulator.copy(batch, frame, params)
 
     def compute(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
@@ -149,11 +149,11 @@ class ReceivedDigests:
         self._is_computed[missing] = True
 
     def _read_block(self, block: Block, values: torch.Tensor) -> tuple[torch.Tensor, Rect]:
-        held = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
-        return held.to(getattr(torch, self._dtype_of[block.hf_name])), block.hf_rect
+        block_values = values.detach()[block.local_rect.slices].reshape(block.hf_rect.shape)
+        return block_values.to(getattr(torch, self._dtype_of[block.hf_name])), block.hf_rect
 
     def find_mismatches(self, expected: np.ndarray) -> list[DigestRegion]:
-        """Return the regions of blocks with another digest than expected, or without one.
+        """Return the regions of all blocks whose digests are missing or differ from `expected`.
 
         Args:
             expected: `[regions, 2]` uint32 in the order of `regions`.
@@ -166,7 +166,7 @@ class ReceivedDigests:
 
 
 class SourceDigests:
-    """Digests of the parts of the given regions that a trainer rank holds, by its own layout."""
+    """Digests of the region parts that a trainer rank holds."""
 
     def __init__(
         self, layout: RankLayout, regions: Sequence[DigestRegion], dtype_of: Mapping[str, str]
@@ -191,7 +191,7 @@ class SourceDigests:
         """Return `[parts, 2]` uint32 digests, reading parts that were not copied exactly once.
 
         Args:
-            parameter: Returns the rank's parameter of a name, with the values that were sent.
+            parameter: Returns a parameter of the rank by name, with the values that were sent.
         """
         digests = self._accumulator.digests()
         blocks = range(len(self._blocks))
@@ -204,8 +204,8 @@ class SourceDigests:
         self, index: int, parameter: Callable[[str], torch.Tensor]
     ) -> tuple[torch.Tensor, Rect]:
         block = self._blocks[index]
-        held = parameter(block.param).detach()[block.local_rect.slices]
-        return held.reshape(block.hf_rect.shape).to(self._dtypes[index]), block.hf_rect
+        values = parameter(block.param).detach()[block.local_rect.slices]
+        return values.reshape(block.hf_rect.shape).to(self._dtypes[index]), block.hf_rect
 
 
 class DigestVerifier:
@@ -234,7 +234,7 @@ class DigestVerifier:
             )
         self._parts = list(number_of)
         numbers = [numbers_of_layout[id(layout)] for layout in layouts]
-        self._rank_ends = np.cumsum([len(part) for part in numbers])
+        self._rank_ends = np.cumsum([len(rank_numbers) for rank_numbers in numbers])
         self._part_of_digest = np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
         """Index of the part of every digest, concatenated over the ranks."""
         _, self._first_replica = np.unique(self._part_of_digest, return_index=True)
@@ -242,10 +242,10 @@ class DigestVerifier:
         self._check_coverage()
 
     def _check_coverage(self) -> None:
-        held = np.zeros(len(self._regions), dtype=np.int64)
+        num_held = np.zeros(len(self._regions), dtype=np.int64)
         sizes = np.array([part.rect.numel for part in self._parts], dtype=np.int64)
-        np.add.at(held, self._region_of_part, sizes)
-        for region, count in zip(self._regions, held.tolist(), strict=True):
+        np.add.at(num_held, self._region_of_part, sizes)
+        for region, count in zip(self._regions, num_held.tolist(), strict=True):
             if count != region.rect.numel:
                 raise ValueError(
                     f"verification of {region.hf_name} {region.rect}: trainer ranks hold {count} "
@@ -254,24 +254,22 @@ class DigestVerifier:
                 )
 
     def expected_digests(self, rank_digests: Sequence[np.ndarray]) -> np.ndarray:
-        """Return `[regions, 2]` uint32 digests from those of all trainer ranks, in order.
+        """Return `[regions, 2]` uint32 digests from the digests of all trainer ranks, in order.
 
         Raises:
             ValueError: If two ranks hold different values of the same part.
         """
         digests = np.concatenate(rank_digests)
-        assert len(digests) == len(self._part_of_digest), (
-            "digests are of the ranks and regions given"
-        )
-        of_parts = digests[self._first_replica]
-        differ = (digests != of_parts[self._part_of_digest]).any(axis=1)
-        if differ.any():
-            self._raise_differing(int(np.flatnonzero(differ)[0]))
+        assert len(digests) == len(self._part_of_digest), "one digest per part of every rank"
+        part_digests = digests[self._first_replica]
+        is_different = (digests != part_digests[self._part_of_digest]).any(axis=1)
+        if is_different.any():
+            self._raise_different_replicas(int(np.flatnonzero(is_different)[0]))
         sums = np.zeros((len(self._regions), 2), dtype=np.uint32)
-        np.add.at(sums, self._region_of_part, of_parts)
+        np.add.at(sums, self._region_of_part, part_digests)
         return sums
 
-    def _raise_differing(self, position: int) -> None:
+    def _raise_different_replicas(self, position: int) -> None:
         number = self._part_of_digest[position]
         part, first = self._parts[number], self._first_replica[number]
         first_rank, rank = np.searchsorted(self._rank_ends, [first, position], side="right")

@@ -69,7 +69,7 @@ def _copy_kernel(
     FIELDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy the blocks of one matrix that are this program's, and add their digest."""
+    """Copy this program's blocks of one matrix, and add their digest."""
     copy_ptr = copies_ptr + tl.program_id(0) * FIELDS
     item_bytes = tl.load(copy_ptr)
     source = tl.load(address_ptr + tl.load(copy_ptr + 1))

@@ -3,10 +3,10 @@
 Digests prove that the bytes arrived. That both sides interpret them alike (which rows belong to the
 gate projection, which heads are query heads) shows only in the model's output.
 
-The two sides are compared by the median difference over the prompt's tokens. In bfloat16 policy and
-engine round differently, so that a router may choose another expert for a token: its log-prob then
-differs by nats, and the mean over the tokens with it, but not their median. A wrong mapping changes
-the log-probs of most tokens by nats.
+The two sides are compared by the median difference over the prompt's tokens. In bfloat16, policy
+and engine round differently, so that a router may choose another expert for a token. The log-prob
+of that token then differs by nats, which shifts the mean over the tokens but not the median. A
+wrong mapping changes the log-probs of most tokens by nats.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def check_probe(
     """Return the median difference of the probe's log-probs, in nats.
 
     Args:
-        engine: Name of the engine, for the error.
+        engine: Name of the engine, for the error message.
         policy_logp_T: The policy's log-probs of the prompt's tokens after the first.
-        engine_logp_T: The engine's.
+        engine_logp_T: The engine's log-probs of the same tokens.
         dtype: Dtype of the engine, a key of `PROBE_TOLERANCE_NATS`.
 
     Raises:
-        ValueError: The difference is above the tolerance, or not a number.
+        ValueError: If the difference is above the tolerance, or not a number.
     """
     difference_T = np.abs(np.subtract(policy_logp_T, engine_logp_T))
     gap, limit = float(np.median(difference_T)), PROBE_TOLERANCE_NATS[dtype]

@@ -98,8 +98,8 @@ def test_regions_and_parts_by_hand():
         RegionPart(1, Rect((6, 0), (8, 4))),
     ]
     assert region_index.parts_of([VECTOR]) == []
-    assert region_index.of_held_tensors(held(rows(4, 8))) == [first, second]
-    assert region_index.of_held_tensors([VECTOR]) == []
+    assert region_index.regions_of(held(rows(4, 8))) == [first, second]
+    assert region_index.regions_of([VECTOR]) == []
 
 
 @settings(max_examples=25)
