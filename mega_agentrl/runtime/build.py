@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _RunStart:
-    """What every part of a start needs."""
+    """State that all steps of the start share."""
 
     config: TrainConfig
     stack: ExitStack
-    """Closes what has started."""
+    """Closes all started components at the end of the run."""
     cluster: ClusterConnection
     progress: StartProgress
 
@@ -187,14 +187,14 @@ def _launch_disaggregated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, 
         start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
     )
     start.stack.callback(generator.close)
-    starting = generator.submit_start()
+    start_calls = generator.submit_start()
     policy = PolicyGroup.launch(
         start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
     )
     start.stack.callback(policy.close)
     _start_policy(policy)
     start.progress.begin("engines", _engine_imports(start.config))
-    _wait_for_engines(generator, starting)
+    _wait_for_engines(generator, start_calls)
     return policy, generator
 
 
@@ -206,7 +206,7 @@ def _reserve_placement(start: _RunStart, on_gpu: bool) -> Placement:
 
 
 def _begin_policy_stage(start: _RunStart) -> None:
-    """Say that the policy is waited for, and that its ranks share cores if they do."""
+    """Report that the policy starts, and whether its ranks share CPU cores."""
     num_ranks, num_cores = start.config.parallel.world_size, len(os.sched_getaffinity(0))
     sharing = f" on {num_cores} cores" if num_ranks > num_cores else ""
     subject = "1 rank imports" if num_ranks == 1 else f"{num_ranks} ranks import"
@@ -227,14 +227,14 @@ def _start_policy(policy: PolicyGroup) -> None:
         policy.restart()
 
 
-def _wait_for_engines(generator: GeneratorGroup, starting: dict[str, Any]) -> None:
-    """Wait for the start calls of all engines; restart one engine once if it dies meanwhile."""
+def _wait_for_engines(generator: GeneratorGroup, start_calls: dict[str, Any]) -> None:
+    """Wait until all engines have started; if one dies meanwhile, restart it once."""
     try:
-        generator.wait_started(starting)
+        generator.wait_started(start_calls)
     except ProcessDiedError as error:
         _logger.warning("restarting an engine: %s", error)
-        index = list(starting).index(error.process_name)
-        generator.wait_started(starting | generator.respawn_engine(index))
+        index = list(start_calls).index(error.process_name)
+        generator.wait_started(start_calls | generator.respawn_engine(index))
         generator.enable_routing(index)
 
 

@@ -31,8 +31,8 @@ NVIDIA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """Device files of NVIDIA's driver, on Linux and on WSL."""
 
 _CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
-"""Maximum time in seconds that the end of a run waits for a cluster of its own, which may still be
-starting, and for one that it has joined, whose head may not answer."""
+"""Maximum time in seconds that the end of a run waits for its own cluster, which may still be
+starting, or for a joined cluster, whose head may not answer."""
 
 _CPU_STORE_BYTES = 512 * 1024**2
 """Size of Ray's object store on a machine without GPUs, whose batches are small."""
@@ -63,25 +63,25 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
 
     On GPUs, every rank of policy, engines, critic and reward model needs its own GPU, except that
     with `cluster.colocated` the engines use the policy's. On CPUs the models take turns, and up to
-    `MAX_RANKS_PER_CORE` ranks may share a core, with a line on the terminal and in the log. A
+    `MAX_RANKS_PER_CORE` ranks may share a core, which is reported on the terminal and in the log. A
     joined cluster must have one core per actor, because Ray would wait for a missing core forever.
     """
     layout = config.parallel
     policy_ranks = layout.world_size
     engine_ranks = config.cluster.num_engines * config.engine.tensor_parallel_size
-    others = _auxiliary_models(config)
-    other_ranks = policy_ranks * len(others)
+    auxiliary_models = _auxiliary_models(config)
+    auxiliary_ranks = policy_ranks * len(auxiliary_models)
     layout_text = (
         f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "
         f"parallel.data={layout.data} = {policy_ranks} policy ranks, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor_parallel_size="
         f"{config.engine.tensor_parallel_size} = {engine_ranks} engine ranks"
     )
-    for other in others:
-        layout_text += f", and {policy_ranks} ranks of the {other}, which has the policy's layout"
+    for model in auxiliary_models:
+        layout_text += f", and {policy_ranks} ranks of the {model}, which has the policy's layout"
     if num_gpus:
         own_engine_ranks = 0 if config.cluster.colocated else engine_ranks
-        num_needed = policy_ranks + own_engine_ranks + other_ranks
+        num_needed = policy_ranks + own_engine_ranks + auxiliary_ranks
         if num_needed > num_gpus:
             raise ValueError(
                 f"{layout_text}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
@@ -89,7 +89,7 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
                 "cluster (cluster.ray_address)"
             )
         return
-    num_actors = policy_ranks + config.cluster.num_engines + other_ranks
+    num_actors = policy_ranks + config.cluster.num_engines + auxiliary_ranks
     if config.cluster.ray_address and num_actors > num_cores:
         raise ValueError(
             f"{layout_text}: {num_actors} actors (an engine is one) need a core each, and the "
@@ -100,11 +100,11 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
     if max_ranks > MAX_RANKS_PER_CORE * num_cores:
         raise ValueError(
             f"{layout_text}: more ranks than {MAX_RANKS_PER_CORE} to each of the {num_cores} cores "
-            "here; expected fewer, as runs on CPUs are for trying things out; probable cause: a "
-            "layout that was made for a cluster (cluster.ray_address)"
+            "here; expected fewer, because a run on CPUs is only a trial; probable cause: a layout "
+            "that was made for a cluster (cluster.ray_address)"
         )
     if max_ranks > num_cores:
-        num_processes = policy_ranks + engine_ranks + other_ranks
+        num_processes = policy_ranks + engine_ranks + auxiliary_ranks
         message = (
             f"{layout_text}: {num_processes} processes share {num_cores} cores; importing their "
             f"libraries and every step take about {num_processes / num_cores:.1f} times as long as "
@@ -178,7 +178,7 @@ class ClusterConnection:
             self._thread.join(_JOINED_CLOSE_S if self._config.cluster.ray_address else _CLOSE_S)
 
     def begin(self) -> None:
-        """Begin to connect, unless that has been called before; returns at once."""
+        """Begin to connect and return at once; safe to call twice."""
         if self._thread.ident is None:
             self._thread.start()
 
@@ -233,7 +233,7 @@ def _connect(config: TrainConfig) -> bool:
 
     set_ray_environment()
     num_cores = os.cpu_count() or 1
-    with _own_sigterm_handler():
+    with _keep_sigterm_handler():
         if config.cluster.ray_address:
             ray.init(
                 address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR
@@ -251,7 +251,7 @@ def _connect(config: TrainConfig) -> bool:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                # None is Ray's default, a share of the memory: larger batches must not spill.
+                # None is Ray's default, a share of the memory, so that large batches do not spill.
                 object_store_memory=None if num_gpus else _CPU_STORE_BYTES,
             )
     resources = ray.cluster_resources()
@@ -263,7 +263,7 @@ def _connect(config: TrainConfig) -> bool:
 
 
 @contextmanager
-def _own_sigterm_handler() -> Iterator[None]:
+def _keep_sigterm_handler() -> Iterator[None]:
     """Keep this process's handler of SIGTERM while Ray starts.
 
     Ray's handler in Python ends its servers and exits with code 1, after the shutdown has waited a

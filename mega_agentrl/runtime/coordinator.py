@@ -1,14 +1,14 @@
 """Coordinate the policy and the engines of a run (`types.protocols.Policy`).
 
-The coordinator owns both groups and everything that concerns the two of them: the lock that
-serializes the use of the policy's ranks, the weight version that the engines serve, GPUs that both
-sides share, and the replacement of lost engines.
+The coordinator owns both groups and everything that concerns both: the lock that serializes the use
+of the policy's ranks, the weight version that the engines serve, GPUs that policy and engines
+share, and the replacement of lost engines.
 
     build -> Coordinator -> {WeightSynchronizer, GpuTimeSharing, EngineSupervisor}
                          -> {PolicyGroup, GeneratorGroup} -> remote_calls
 
 Every operation of the policy runs under the lock. On GPUs shared with the engines
-(`cluster.colocated`), its entry in `policy_group.RANK_OPERATIONS` says whether it needs them.
+(`cluster.colocated`), `policy_group.RANK_OPERATIONS` says whether an operation needs the GPUs.
 
 Two threads call the coordinator: the training loop and the engine supervisor. Locks are taken in
 the order coordinator, GPUs, engine registry. The supervisor never waits for the coordinator's lock,
@@ -88,7 +88,7 @@ class Coordinator:
         Raises:
             RemoteCallError: The transfer failed; names ranks, tensor and bucket. The engines then
                 refuse requests.
-            ValueError: The weights that arrived are wrong, or `generator` is of another run.
+            ValueError: The weights that arrived are wrong, or `generator` belongs to another run.
         """
         if generator is not self._engines:
             raise ValueError("sync_weights: expected the generator that this policy is attached to")
@@ -133,7 +133,7 @@ class Coordinator:
                 return True
             if self._gpus.owner is not GpuOwner.engines:
                 return False
-            self._weight_sync.disconnect()  # the link is of the processes that were replaced
+            self._weight_sync.disconnect()  # the link belongs to replaced processes
             try:
                 synced, _ = self._sync_live_engines(self._version)
             except (RemoteCallError, ValueError):
@@ -161,14 +161,14 @@ class Coordinator:
             raise
 
     def _replace_lost_engines(self, num_handled_losses: int) -> bool:
-        """Wait until lost engines are replaced; see `EngineSupervisor.replace_lost_engines`."""
+        """Wait until lost engines are replaced; return whether the sync can be tried again."""
         if self._gpus is not None:
             self._gpus.offload_policy()
             self._weight_sync.disconnect()  # the link would lack engines replaced meanwhile
         return self._supervisor.replace_lost_engines(num_handled_losses)
 
     def restart(self) -> None:
-        """Restart all policy ranks with the initial weights; the engines keep theirs."""
+        """Restart all policy ranks with the initial weights; the engines keep their weights."""
         with self._lock:
             if self._gpus is not None:
                 self._gpus.reclaim_for_policy_restart()
@@ -199,7 +199,7 @@ class Coordinator:
             return self._policy.compute_log_probs(batch)
 
     def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
-        """Train on the batch; see `PolicyGroup.update`."""
+        """Train on the batch like `PolicyGroup.update`, and return the stats of rank 0."""
         with self._operation("update"):
             return self._policy.update(batch, kl_weight_BT)
 

@@ -55,21 +55,21 @@ class EventLoopThread:
         """
         assert self._loop is not None, "the context must be entered first"
         assert threading.current_thread() is not self._thread, "the loop would wait for itself"
-        loop, ended = self._loop, Future[asyncio.Task[ResultT]]()
-        started: list[asyncio.Task[ResultT]] = []
+        loop, done_task = self._loop, Future[asyncio.Task[ResultT]]()
+        tasks: list[asyncio.Task[ResultT]] = []
 
         def start() -> None:
             task = loop.create_task(coroutine)
-            started.append(task)
-            task.add_done_callback(ended.set_result)
+            tasks.append(task)
+            task.add_done_callback(done_task.set_result)
 
         loop.call_soon_threadsafe(start)
         try:
-            task = ended.result()
+            task = done_task.result()
         except BaseException:
             # Runs after `start` on the loop, so the task exists.
-            loop.call_soon_threadsafe(lambda: started[0].cancel())
-            _retrieve_exception(ended.result())
+            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            _retrieve_exception(done_task.result())
             raise
         return task.result()
 

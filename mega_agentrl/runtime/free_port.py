@@ -13,7 +13,7 @@ import socket
 from pathlib import Path
 
 FIRST_PORT = 20_000
-"""Ray's workers listen on ports below it."""
+"""First candidate; Ray's workers listen on ports below it."""
 
 _EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _MIN_NUM_PORTS = 1000
@@ -34,14 +34,14 @@ def free_port() -> int:
             port = generator.randrange(FIRST_PORT, end)
             if _bind(port) is not None:
                 return port
-    port_of_kernel = _bind(0)
-    if port_of_kernel is None:
+    kernel_port = _bind(0)
+    if kernel_port is None:
         raise OSError("this host has no free TCP port")
-    return port_of_kernel
+    return kernel_port
 
 
 def free_ports(number: int) -> list[int]:
-    """Return as many different ports of `free_port`."""
+    """Return `number` different free ports, each from `free_port`."""
     ports: set[int] = set()
     while len(ports) < number:
         ports.add(free_port())
@@ -63,5 +63,5 @@ def _bind(port: int) -> int | None:
             probe.bind(("", port))
         except OSError:
             return None
-        bound: int = probe.getsockname()[1]
-        return bound
+        bound_port: int = probe.getsockname()[1]
+        return bound_port

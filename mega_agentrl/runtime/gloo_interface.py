@@ -18,7 +18,7 @@ _SIOCGIFADDR = 0x8915
 
 
 def use_interface_of(address: str) -> str:
-    """Let gloo use this node's interface with an IPv4 address, unless the user has chosen one.
+    """Let gloo use the interface with IPv4 address `address`, unless the user has chosen one.
 
     Child processes inherit the choice.
 

@@ -71,8 +71,8 @@ class ClusterGpuMonitor:
             return {}
         refs = list(self._pending.values())
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=GPU_ANSWER_TIMEOUT_S)
-        answered = [name for name, ref in self._pending.items() if ref in ready]
-        return aggregate_gpu_metrics({name: self._get_summaries(name) for name in answered})
+        nodes = [name for name, ref in self._pending.items() if ref in ready]
+        return aggregate_gpu_metrics({name: self._get_summaries(name) for name in nodes})
 
     def close(self) -> None:
         """Kill the samplers; safe to call twice."""

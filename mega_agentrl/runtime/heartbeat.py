@@ -7,7 +7,7 @@ rank:
 
     no heartbeat for `HEARTBEAT_TIMEOUT_S`   the rank is lost; `HeartbeatMonitor.check` raises
                                              (pauses of the driver do not count: `types.liveness`)
-    the same before `end_startup`            only after `STARTUP_HEARTBEAT_TIMEOUT_S`
+                                             (before `end_startup`: `STARTUP_HEARTBEAT_TIMEOUT_S`)
     an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
 A token distinguishes the heartbeats from those of other runs and of earlier processes of a rank.
@@ -35,8 +35,8 @@ HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 15.0
 """Silence in seconds after which a rank is lost; working code never holds the GIL for so long."""
 STARTUP_HEARTBEAT_TIMEOUT_S = 180.0
-"""The same while the ranks start: loading libraries from a slow disk, and creating the first CUDA
-context on a node without persistence mode, may hold the GIL for longer."""
+"""Silence in seconds after which a starting rank is lost: loading libraries from a slow disk, and
+creating the first CUDA context on a node without persistence mode, may hold the GIL for longer."""
 
 _MAX_DATAGRAM_BYTES = 4096
 _logger = logging.getLogger(__name__)
@@ -108,25 +108,25 @@ class OverdueTracker:
     """
 
     def __init__(self) -> None:
-        self._reported: dict[tuple[str, str, str], float] = {}
-        self._finished: dict[tuple[str, str, str], float] = {}
+        self._reported_age_s: dict[tuple[str, str, str], float] = {}
+        self._finished_age_s: dict[tuple[str, str, str], float] = {}
 
     def newly_overdue(self, name: str, activities: Sequence[ActivityReport]) -> list[str]:
         """Return a line with operation, peer and seconds for each activity to report."""
         ages = {
             (name, activity.operation, activity.peer): activity.age_s for activity in activities
         }
-        for key, age_s in list(self._reported.items()):
+        for key, age_s in list(self._reported_age_s.items()):
             if key[0] == name and ages.get(key, 0.0) < age_s:
-                self._finished[key] = self._reported.pop(key)
+                self._finished_age_s[key] = self._reported_age_s.pop(key)
         lines = []
         for position, activity in enumerate(activities):
             key = (name, activity.operation, activity.peer)
-            is_reported = key in self._reported
-            limit_s = max(activity.overdue_after_s, 2 * self._finished.get(key, 0.0))
+            is_reported = key in self._reported_age_s
+            limit_s = max(activity.overdue_after_s, 2 * self._finished_age_s.get(key, 0.0))
             if not is_reported and activity.age_s <= limit_s:
                 continue
-            self._reported[key] = activity.age_s
+            self._reported_age_s[key] = activity.age_s
             if not is_reported:
                 peer = next(
                     (inner.peer for inner in activities[position:] if inner.peer), "nobody else"
@@ -165,7 +165,7 @@ class HeartbeatMonitor:
         self._is_starting = False
 
     def check(self, names: Collection[str]) -> None:
-        """Raise `ProcessDiedError` if one of these ranks was heard before and is now silent."""
+        """Raise `ProcessDiedError` if one of these ranks has stopped sending heartbeats."""
         with self._lock:
             silence_s, name = max(
                 ((self._liveness.seconds_since_heartbeat(name), name) for name in names),
@@ -174,8 +174,8 @@ class HeartbeatMonitor:
         timeout_s = STARTUP_HEARTBEAT_TIMEOUT_S if self._is_starting else HEARTBEAT_TIMEOUT_S
         if silence_s > timeout_s:
             raise ProcessDiedError(
-                f"{name} has not been heard of for {silence_s:.0f} s; probable cause: its "
-                "process is stopped, blocked in native code, or its node is gone. Last activities: "
+                f"{name} has sent no heartbeat for {silence_s:.0f} s; probable cause: its process "
+                "is stopped or blocked in native code, or its node is gone. Last activities: "
                 f"{self.describe()}",
                 name,
             )

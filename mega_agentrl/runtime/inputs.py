@@ -109,20 +109,21 @@ def read_inputs(
 
     Cheap checks come first: the layout size (unless a cluster is joined), then the user's code and
     the rows of the data files, then everything that needs the tokenizer, whose import is slow.
-    `on_prompts_read` is called when the prompts are valid, before the demonstrations are encoded,
-    which takes longest.
+    `on_prompts_read` is called when the prompts are valid, before the slowest step, the encoding of
+    the demonstrations.
     """
     start_s = time.perf_counter()
     StartProgress().begin("inputs", "data files, tokenizer, tools")
     if not config.cluster.ray_address:
         check_local_size(config)
-    own = load_user_code(config)
+    user_code = load_user_code(config)
     tables = _read_tables(config)
     # Imported here, because it imports sympy, which takes most of a second.
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
 
     codec = HFCodec(config.model.path)
-    tools, interactions = _build_toolkit(config, codec, own.tools), own.interactions
+    tools = _build_toolkit(config, codec, user_code.tools)
+    interactions = user_code.interactions
     _check_tag_tokens(codec, tools.call_markers)
     check_rubric_parts(config.reward, (*tools.names, *interactions.names))
     # With tags, the prompts describe the tools; function calls need them in the chat template.
@@ -140,7 +141,7 @@ def read_inputs(
     prompts = (*train.prompts, *validation.prompts, *dev.prompts)
     for provider in (tools, interactions):
         provider.check_prompt_kwargs(prompts)
-    _report_unused_tools(own.tools, train.prompts)
+    _report_unused_tools(user_code.tools, train.prompts)
     check_prompt_rubrics(config.reward, prompts)
     _check_auxiliary_tokenizers(config, codec)
     return RunInputs(
@@ -162,7 +163,7 @@ def load_user_code(config: TrainConfig) -> UserCode:
     """Load the user's reward functions (in another process), tools and simulated users.
 
     Raises:
-        ValueError: The code of one cannot be used, or two have the same name.
+        ValueError: A function, tool or user cannot be used, or two of them have the same name.
     """
     from mega_agentrl.runtime.rubric import check_reward_environment, check_reward_functions
 
@@ -211,8 +212,8 @@ def check_tokenizers(policy: HFCodec, other: HFCodec, source: str) -> None:
         raise ValueError(
             f"{source}: its tokenizer has {other.vocab_size} tokens and the "
             f"policy's {policy.vocab_size}, or they give different ids; expected the same "
-            "because it reads the policy's token ids; probable cause: another model family (a "
-            "reward model can also be served by an OpenAI-compatible server: give its address)"
+            "because this model reads the policy's token ids; probable cause: another model family "
+            "(a reward model can also be served by an OpenAI-compatible server: give its address)"
         )
 
 
@@ -265,14 +266,14 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Too
 
 
 def _report_unused_tools(user_tools: Sequence[Tool], prompts: Iterable[Prompt]) -> None:
-    """Print a line about tools of the user that no training prompt gets: nothing else shows it."""
-    given: set[str] = set()
+    """Print a line about tools of the user that no training prompt gets, which causes no error."""
+    used_names: set[str] = set()
     for prompt in prompts:
-        named = {name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None}
-        if not named:  # the prompt gets all tools
+        prompt_names = {name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None}
+        if not prompt_names:  # the prompt gets all tools
             return
-        given |= named
-    if unused := sorted({tool.name for tool in user_tools} - given):
+        used_names |= prompt_names
+    if unused := sorted({tool.name for tool in user_tools} - used_names):
         print(
             f"tool.user_tools_file: no prompt of data.train gets {', '.join(unused)}, because each "
             "names other tools in extra_info.tools_kwargs: add the name there, or use other data"
@@ -317,12 +318,13 @@ def _encode_prompts(
     codec: HFCodec,
     schemas: Mapping[str, Mapping[str, Any]],
 ) -> PromptDataset:
-    loaded = encode_prompts(unencoded, codec, config.data, key=key, tool_schemas=schemas)
-    if loaded.num_dropped:
-        print(f"{key}: {loaded.num_dropped} overlong prompts dropped, {len(loaded.prompts)} kept")
-    if loaded.num_truncated:
-        print(f"{key}: {loaded.num_truncated} of {len(loaded.prompts)} overlong prompts truncated")
-    return loaded
+    dataset = encode_prompts(unencoded, codec, config.data, key=key, tool_schemas=schemas)
+    num_prompts = len(dataset.prompts)
+    if dataset.num_dropped:
+        print(f"{key}: {dataset.num_dropped} overlong prompts dropped, {num_prompts} kept")
+    if dataset.num_truncated:
+        print(f"{key}: {dataset.num_truncated} of {num_prompts} overlong prompts truncated")
+    return dataset
 
 
 def data_cache_folder() -> Path:

@@ -36,8 +36,8 @@ class ClusterMemoryMonitor:
     def collect(self) -> Mapping[str, float]:
         """Query all processes and return the metrics of those that answered in time."""
         ranks = list(self._policy.submit("memory_stats").values())
-        only = self._generator.routable_engines
-        engines = list(self._generator.submit("memory", only=only).values())
+        routable = self._generator.routable_engines
+        engines = list(self._generator.submit("memory", engines=routable).values())
         refs = [*ranks, *engines]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=MEMORY_ANSWER_TIMEOUT_S)
         rank_stats = [stats for ref in ranks if ref in ready for stats in _get_stats(ref)]

@@ -65,9 +65,10 @@ def gather(
     results: dict[str, Any] = {}
     pending = list(names)
     while pending:
-        left_s = max(0.0, ends_at - time.monotonic())
-        ready, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, POLL_INTERVAL_S))
-        if not ready and left_s > POLL_INTERVAL_S:
+        remaining_s = max(0.0, ends_at - time.monotonic())
+        timeout = min(remaining_s, POLL_INTERVAL_S)
+        ready, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+        if not ready and remaining_s > POLL_INTERVAL_S:
             if watch is not None:
                 watch()
             continue
@@ -88,8 +89,8 @@ def gather_with_causes(
 ) -> dict[str, Any]:
     """Like `gather`, but the error lists the messages of all calls that failed.
 
-    A process that fails because of another often answers before the one that knows the cause, so
-    the others get `grace_s` seconds to answer after the first failure.
+    A process that fails because of another process often answers before the one that knows the
+    cause. All processes therefore get `grace_s` seconds to answer after the first failure.
     """
     try:
         return gather(calls, operation, timeout_s, watch)

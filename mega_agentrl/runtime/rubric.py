@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _IMPORT_TIMEOUT_S = 120.0
-"""Time in which a module with a reward function must be imported."""
+"""Timeout in seconds for importing a module with a reward function."""
 
 
 def check_reward_environment(config: RewardConfig) -> None:
@@ -68,20 +68,20 @@ def open_rubric(
 
     Args:
         config: Section `reward`.
-        max_failed_first_calls: Number of first calls of a user function of which one must succeed;
-            0 watches none.
+        max_failed_first_calls: Number of first calls of a user function, of which at least one must
+            succeed; 0 turns the check off.
 
     Raises:
         ValueError: An environment variable is missing.
     """
     with ExitStack() as stack:
         functions: dict[str, UserRewardFunction] = {}
-        used = {name: path for name, path in config.functions.items() if name in config.part_names}
-        if used:
+        paths = {name: path for name, path in config.functions.items() if name in config.part_names}
+        if paths:
             pool = WorkerPool(
                 config.num_workers,
                 config.timeout_s,
-                warm_up=[warm_up_call(path) for path in used.values()],
+                warm_up=[warm_up_call(path) for path in paths.values()],
                 environment=_worker_environment(config),
             )
             stack.callback(pool.close)
@@ -90,7 +90,7 @@ def open_rubric(
                 name: UserRewardFunction(
                     pool, path, FirstCalls(f"reward function {name}", path, max_failed_first_calls)
                 )
-                for name, path in used.items()
+                for name, path in paths.items()
             }
         judge = None
         if MODEL_PART in config.part_names and config.model.is_remote:

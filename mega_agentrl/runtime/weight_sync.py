@@ -59,7 +59,7 @@ Workers = list[tuple["Sequence[ShardLayout]", "DeviceLocation"]]
 
 @dataclass(frozen=True, slots=True)
 class _SyncLink:
-    """An open link to some engines and what is verified over it."""
+    """An open link to some engines, with the tables that verify its transfers."""
 
     key: str
     """Key of the transfer session."""
@@ -140,7 +140,7 @@ class WeightSynchronizer:
         actors = tuple(self._engines.actor(engine) for engine in engines)
         if self._shared_link is None or self._shared_link.engine_actors != actors:
             self.connect(engines)
-        assert self._shared_link is not None, "connect() has made it"
+        assert self._shared_link is not None, "made by connect()"
         return self._sync_over_link(self._shared_link, version, release_policy)
 
     def sync_separately(self, engines: Sequence[int], version: int) -> None:
@@ -150,7 +150,7 @@ class WeightSynchronizer:
             self._sync_over_link(link, version, None)
         finally:
             self._close_link(link)
-        self.disconnect()  # the shared link is of the processes that were replaced
+        self.disconnect()  # the shared link belongs to replaced processes
 
     def disconnect(self) -> None:
         """Close the link, if there is one; the next `sync` opens a new one."""
@@ -221,7 +221,7 @@ class WeightSynchronizer:
     ) -> None:
         """Let all ranks join, each with its own part of the plan.
 
-        Parts and regions are large; those that several ranks need are serialized once.
+        Parts and regions are large, so one that several ranks need is serialized only once.
 
         Args:
             session: The session with the whole plan.
@@ -253,9 +253,9 @@ class WeightSynchronizer:
 
     def _query_engines(self, engines: Sequence[int]) -> dict[int, Workers]:
         """Return layouts and locations of the engines' workers; asks each engine process once."""
-        new = [i for i in engines if self._engines.actor(i) not in self._workers_by_actor]
-        answers = self._gather("layout", self._engines.submit("layout", only=new))
-        for engine, workers in zip(new, answers.values(), strict=True):
+        unknown = [i for i in engines if self._engines.actor(i) not in self._workers_by_actor]
+        answers = self._gather("layout", self._engines.submit("layout", engines=unknown))
+        for engine, workers in zip(unknown, answers.values(), strict=True):
             self._workers_by_actor[self._engines.actor(engine)] = [
                 (self._link_planner.unpack(packed), location) for packed, location in workers
             ]
@@ -277,9 +277,10 @@ class WeightSynchronizer:
         except (RemoteCallError, ValueError) as error:
             self._block_engines(link, f"the update to version {version} failed: {error}")
             raise
-        received = [sum(ranks) for ranks in zip(*link.traffic.received_bytes.values(), strict=True)]
+        received_bytes = link.traffic.received_bytes.values()
+        rank_bytes = [sum(by_link) for by_link in zip(*received_bytes, strict=True)]
         return {
-            "bytes_per_worker": float(max(received[link.traffic.num_trainer_ranks :])),
+            "bytes_per_worker": float(max(rank_bytes[link.traffic.num_trainer_ranks :])),
             "total_s": time.perf_counter() - start_s,
             "transfer_s": transferred_s - paused_s,
             "verify_s": verified_s - transferred_s,
@@ -288,8 +289,9 @@ class WeightSynchronizer:
 
     def _transfer(self, link: _SyncLink, version: int) -> list[np.ndarray]:
         """Run the transfer and return the digests of every trainer rank."""
+        engines = link.engine_indices
         calls = self._policy.submit_to_ranks("send_weights", link.key, version)
-        receive_calls = self._engines.submit("receive_weights", version, only=link.engine_indices)
+        receive_calls = self._engines.submit("receive_weights", version, engines=engines)
         # Engines first: they know the cause of a failure that ranks see as a lost connection.
         operation = f"transfer of weight version {version}"
         try:
@@ -328,7 +330,7 @@ class WeightSynchronizer:
         answers = self._gather(
             "probe",
             calls
-            | self._engines.submit("compute_prompt_log_probs", prompt, only=link.engine_indices),
+            | self._engines.submit("compute_prompt_log_probs", prompt, engines=link.engine_indices),
         )
         policy_logprobs = next(answers[name] for name in calls if answers[name] is not None)
         return max(
@@ -339,7 +341,7 @@ class WeightSynchronizer:
     def _block_engines(self, link: _SyncLink, reason: str) -> None:
         """Make every engine that still answers refuse requests."""
         for call in self._engines.submit(
-            "refuse_requests", reason, only=link.engine_indices
+            "refuse_requests", reason, engines=link.engine_indices
         ).items():
             try:
                 self._gather("refuse_requests", dict([call]))
@@ -347,7 +349,7 @@ class WeightSynchronizer:
                 print(f"weight update: {error}", file=sys.stderr)
 
     def _call_engines(self, link: _SyncLink, method: str, *args: Any) -> None:
-        self._gather(method, self._engines.submit(method, *args, only=link.engine_indices))
+        self._gather(method, self._engines.submit(method, *args, engines=link.engine_indices))
 
     def _close_link(self, link: _SyncLink) -> None:
         self._gather(
@@ -362,10 +364,10 @@ class WeightSynchronizer:
             raise self._policy.diagnose(error) from error
 
 
-def _put_each(parts: Sequence[Any], wrap: Callable[[Any], Any] = lambda part: part) -> list[Any]:
+def _put_each(items: Sequence[Any], wrap: Callable[[Any], Any] = lambda item: item) -> list[Any]:
     """Put each distinct object into the object store once; return a ref for every item."""
     refs: dict[int, Any] = {}
-    for part in parts:
-        if id(part) not in refs:
-            refs[id(part)] = ray.put(wrap(part))
-    return [refs[id(part)] for part in parts]
+    for item in items:
+        if id(item) not in refs:
+            refs[id(item)] = ray.put(wrap(item))
+    return [refs[id(item)] for item in items]

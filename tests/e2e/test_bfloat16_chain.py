@@ -70,7 +70,7 @@ class Chain:
     def ask_engine(self, method: str, *args: Any) -> Any:
         import ray
 
-        return ray.get(self.engines.submit(method, *args, only=[0])["engine 0"], timeout=240)
+        return ray.get(self.engines.submit(method, *args, engines=[0])["engine 0"], timeout=240)
 
     def policy_log_probs(self) -> list[float]:
         """Return the policy's log-probs of the prompt."""

@@ -60,7 +60,7 @@ def test_process_that_stops_after_the_startup_is_named_with_its_operation_and_pe
                 monitor.check(["rank 0", "rank 1"])  # it may be loading libraries
                 time.sleep(0.1)
             monitor.end_startup()
-            with pytest.raises(ProcessDiedError, match="rank 1 has not been heard of") as found:
+            with pytest.raises(ProcessDiedError, match="rank 1 has sent no heartbeat") as found:
                 while time.monotonic() < ends_at:
                     monitor.check(["rank 0", "rank 1"])
                     time.sleep(0.1)

@@ -14,8 +14,8 @@ class Group:
     def __init__(self, *answers):
         self._answers = answers
 
-    def submit(self, method, *, only=None):
-        assert method == ("memory_stats" if only is None else "memory")
+    def submit(self, method, *, engines=None):
+        assert method == ("memory_stats" if engines is None else "memory")
         return {f"{number}": answer for number, answer in enumerate(self._answers)}
 
 

@@ -123,7 +123,7 @@ class Sides:
         return self.coordinator.sync_weights(self.engines, version)
 
     def call_engine(self, index, method, *args):
-        calls = self.engines.submit(method, *args, only=[index])
+        calls = self.engines.submit(method, *args, engines=[index])
         (answer,) = ray.get(list(calls.values()), timeout=300)
         return answer
 

@@ -78,7 +78,7 @@ class Engines(FakeGenerator):
         self.calls.append("engines: sleep")
         self.has = set()
 
-    def wake_up(self, part, only):
+    def wake_up(self, part, engines):
         self.calls.append(f"engines: {part}")
         self.has.add(part)
 

@@ -85,7 +85,7 @@ class HostClient:
                 call.set_exception(SandboxLostError(reason, may_have_run=True))
 
     def _claim(self, call: Future[Any]) -> bool:
-        """Remove the call from the pending ones; only the remover may complete it."""
+        """Remove a pending call; return False if it was removed before, by whoever completes it."""
         with self._lock:
             was_pending = call in self._pending_calls
             self._pending_calls.discard(call)

@@ -2,7 +2,8 @@
 
 Each host has a thread that repeats: choose a node, start the process, start its sandboxes, ping it
 until it dies or stays silent. `select_host` returns a running host. If none runs but one is being
-replaced, it waits until that one is up or has failed, the timeout passes or the pool is closed.
+replaced, it waits until the replacement is up or has failed, the timeout passes or the pool is
+closed.
 
 A host reserves no CPU in Ray. If the cluster has nodes reserved for hosts
 (`SANDBOX_HOST_RESOURCE`), a host reserves 1 of that resource. This module chooses the nodes instead
@@ -153,8 +154,8 @@ class HostSupervisor:
             with self._lock:
                 if self._stop_event.is_set():
                     raise SandboxLostError(_CLOSED_MESSAGE, may_have_run=False)
-                if alive := [client for client in self._clients.values() if not client.is_lost]:
-                    return min(alive, key=lambda client: client.load)
+                if running := [client for client in self._clients.values() if not client.is_lost]:
+                    return min(running, key=lambda client: client.load)
                 if not (self._clients or self._starting) or time.monotonic() > ends_at:
                     raise SandboxLostError(self._no_host_message(), may_have_run=False)
                 waiter: Future[None] = Future()
@@ -245,11 +246,11 @@ class HostSupervisor:
         resources: Counter[str] = Counter()
         for node_info in nodes:
             resources.update(node_info["Resources"] if node_info["Alive"] else {})
-        others = sorted(key for key in resources if not key.startswith("node:"))
+        names = sorted(key for key in resources if not key.startswith("node:"))
         raise HostStartError(
             f"tool.python.num_hosts={self._config.num_hosts}: no node has room for sandbox host "
             f"{number}; expected {self._config.num_hosts} of {resource!r} in the cluster, which "
-            f"has {resources[resource]:g} of it and offers {', '.join(others)}. Probable cause: "
+            f"has {resources[resource]:g} of it and offers {', '.join(names)}. Probable cause: "
             f"nodes that were started without --resources='{{\"{resource}\": ...}}', or "
             "lost nodes"
         )
@@ -272,7 +273,7 @@ class HostSupervisor:
 
     def _monitor_host(self, client: HostClient) -> str:
         """Ping the host until it is lost; return the reason."""
-        died = f"{client.name} died; its log file under logs/ in the run folder says why"
+        death_message = f"{client.name} died; its log file under logs/ in the run folder says why"
         liveness = LivenessTracker[str]()
         try:
             death = client.actor.wait_for_death.remote()
@@ -285,12 +286,12 @@ class HostSupervisor:
                     if liveness.seconds_since_heartbeat(client.name) > self._timeout_s:
                         return f"{client.name} did not answer for {self._timeout_s:g} s"
                 if death in ready:
-                    return died
+                    return death_message
                 client.num_replaced = ray.get(ping)
                 if client.is_lost or ray.wait([death], timeout=_PING_INTERVAL_S)[0]:
-                    return died
+                    return death_message
         except ray.exceptions.RayActorError:
-            return died
+            return death_message
         except ray.exceptions.RayError as error:
             return f"{client.name}: its ping failed: {error}"
 
@@ -332,8 +333,8 @@ class HostSupervisor:
 
     def _notify_waiters(self) -> None:
         with self._lock:
-            waiting, self._waiters = self._waiters, []
-        for waiter in waiting:
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(None)
 

@@ -83,15 +83,15 @@ class CriticGroup(AuxiliaryGroup):
     def update(self, batch: TrainBatch) -> UpdateStats:
         """Train on the batch and return the stats of rank 0.
 
-        The metric `explained_variance` is that of the batch's values from before the update.
+        The metric `explained_variance` is computed from the values before the update.
         """
         self._is_initial_state = False
         aggregation = str(self._config.algo.loss_aggregation)
         shards = self._sender.send_for_update(batch, CRITIC_TARGETS, aggregation)
         stats: UpdateStats = self.call_data_ranks("update", shards)[0]
-        assert batch.value_BT is not None and batch.return_BT is not None, "the ranks refuse that"
-        explained = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
-        return replace(stats, metrics={**stats.metrics, "explained_variance": explained})
+        assert batch.value_BT is not None and batch.return_BT is not None, "checked by the ranks"
+        variance = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
+        return replace(stats, metrics={**stats.metrics, "explained_variance": variance})
 
     def save_checkpoint(
         self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None

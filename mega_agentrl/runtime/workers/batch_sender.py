@@ -1,8 +1,8 @@
-"""Sends a batch to the ranks of a model: each data rank its own trees, and each row once a step.
+"""Sends batches to the ranks of a model: each data rank gets its own trees, a row once per step.
 
-What a data rank receives is one object in Ray's object store, which the ranks of a machine share.
-The rows that were sent for scoring stay there until the update, which refers to them and adds what
-is new: the targets, and rows that the data rank has not scored. `batch.row_sharding` decides which.
+A data rank receives one object in Ray's object store, which the ranks of a machine share. The rows
+that were sent for scoring stay there until the update, which refers to them and adds the targets
+and the rows that the data rank has not scored. `batch.row_sharding` assigns rows to data ranks.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredBatch:
-    """A batch whose rows the ranks were sent for scoring."""
+    """A batch whose rows were sent to the ranks for scoring."""
 
     response: weakref.ref[torch.Tensor]
-    """Its `response_BT`, which all later versions of the batch have too."""
+    """The batch's `response_BT`, which all later versions of the batch share."""
     rows: PackedRows
     shards: list[ScoringShard]
     refs: list[Any]
@@ -44,12 +44,12 @@ class _ScoredBatch:
 
 
 class BatchSender:
-    """Sends the batches of one model's ranks; `put` returns a reference to an object."""
+    """Sends batches to the ranks of one model; `put` stores an object and returns a reference."""
 
     def __init__(self, config: TrainConfig, put: Callable[[Any], Any] = ray.put) -> None:
         self._config = config
         self._put = put
-        self._scored: _ScoredBatch | None = None
+        self._scored_batch: _ScoredBatch | None = None
         self.load_imbalance = 1.0
         """Cost of the costliest data rank in the last update over the mean (`load_imbalance`)."""
 
@@ -63,13 +63,13 @@ class BatchSender:
         rows = self._pack(batch)
         shards = self._sharder.scoring_shards(rows)
         refs = [self._put(shard) for shard in shards]
-        self._scored = _ScoredBatch(
+        self._scored_batch = _ScoredBatch(
             response=weakref.ref(batch.response_BT), rows=rows, shards=shards, refs=refs
         )
         return [(ref,) for ref in refs]
 
     def send_last_tokens(self, batch: TrainBatch) -> list[tuple[Any]]:
-        """As `send_for_scoring`, for scores that are read at the last token of each row."""
+        """Like `send_for_scoring`, for scores that are read at the last token of each row."""
         rows = self._pack(batch).with_token_appended()
         return [(self._put(shard),) for shard in self._sharder.scoring_shards(rows)]
 
@@ -82,9 +82,10 @@ class BatchSender:
     ) -> list[tuple[Any, Any]]:
         """Return for each data rank the references to its `UpdateShard` and `ScoringShard`.
 
-        The latter is None if this batch was not scored. It is used up: another update sends all.
+        The reference to the `ScoringShard` is None if this batch was not scored. It serves one
+        update; another update of the batch sends all rows again.
         """
-        scored, self._scored = self._scored, None
+        scored, self._scored_batch = self._scored_batch, None
         if scored is not None and scored.response() is not batch.response_BT:
             scored = None
         shards = self._sharder.update_shards(

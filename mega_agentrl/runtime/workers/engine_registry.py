@@ -1,4 +1,4 @@
-"""The state of every engine of a run, and the callers that wait until one serves.
+"""The state of every engine of a run, and the callers that wait for an engine that serves.
 
     routable -> lost -> new -> routable     or: lost too often -> abandoned
 
@@ -117,7 +117,7 @@ class EngineRegistry:
                 waiter.set_result(None)
 
     async def wait_for_engine(self) -> None:
-        """Wait until some engine accepts requests.
+        """Wait until an engine accepts requests.
 
         Raises:
             RemoteCallError: No engine will ever accept requests.

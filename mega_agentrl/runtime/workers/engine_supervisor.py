@@ -57,8 +57,8 @@ class _HealthChecks:
         self._liveness.begin_round()
         for index in self._engines.registry.live_engines:
             actor = self._engines.actor(index)
-            checked, _ = self.pending.get(index, (None, None))
-            if checked is not actor:
+            pending_actor, _ = self.pending.get(index, (None, None))
+            if pending_actor is not actor:
                 self.pending[index] = (actor, actor.call.remote("check_health"))
                 self._liveness.record_heartbeat(index)  # silence begins with the check
 
@@ -166,8 +166,8 @@ class EngineSupervisor:
                 registry.condition.wait_for(
                     lambda: bool(registry.lost_reasons) or registry.is_closed, _CHECK_INTERVAL_S
                 )
-                lost = sorted(registry.lost_reasons)
-            for index in lost:
+                lost_engines = sorted(registry.lost_reasons)
+            for index in lost_engines:
                 if not registry.is_closed:
                     self._replace(index)
             if not registry.is_closed:

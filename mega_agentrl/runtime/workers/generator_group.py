@@ -171,9 +171,9 @@ class GeneratorGroup:
         actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]
         return cls(actors, config, spawn_actor)
 
-    def submit(self, method: str, *args: Any, only: Sequence[int]) -> dict[str, Any]:
-        """Start a method on the engines in `only`; return object refs by engine name."""
-        return {f"engine {index}": self._actors[index].call.remote(method, *args) for index in only}
+    def submit(self, method: str, *args: Any, engines: Sequence[int]) -> dict[str, Any]:
+        """Start a method on these engines; return object refs by engine name."""
+        return self.submit_each(method, dict.fromkeys(engines, args))
 
     def submit_each(self, method: str, calls: Mapping[int, tuple[Any, ...]]) -> dict[str, Any]:
         """Start a method on some engines, each with its own arguments; return refs by name."""
@@ -192,22 +192,22 @@ class GeneratorGroup:
         self._has_started = True
 
     def sleep(self) -> None:
-        """Put all engines to sleep; those that fail are lost."""
+        """Put all engines to sleep; an engine that fails is lost."""
         actors = {index: self._actors[index] for index in self.registry.live_engines}
-        calls = self.submit("sleep", only=list(actors))
+        calls = self.submit("sleep", engines=list(actors))
         for (index, actor), (name, call) in zip(actors.items(), calls.items(), strict=True):
             try:
                 gather({name: call}, "sleep", self._config.cluster.call_timeout_s)
             except RemoteCallError as error:
                 self.report_lost(index, actor, str(error))
 
-    def wake_up(self, part: str, only: Sequence[int]) -> None:
-        """Allocate `weights` or `cache` in the engines in `only`.
+    def wake_up(self, part: str, engines: Sequence[int]) -> None:
+        """Allocate `weights` or `cache` in these engines.
 
         Raises:
             RemoteCallError: An engine failed.
         """
-        calls = self.submit("wake_up", part, only=only)
+        calls = self.submit("wake_up", part, engines=engines)
         gather(calls, f"wake-up of the {part}", self._config.cluster.call_timeout_s)
 
     def report_lost(self, index: int, actor: Any, reason: str) -> None:

@@ -40,10 +40,10 @@ class SleepableEngines(Protocol):
     """Interface of the engines."""
 
     def sleep(self) -> None:
-        """Free weights and KV cache of all engines; does nothing for those asleep."""
+        """Free weights and KV cache of all engines that are awake."""
 
-    def wake_up(self, part: str, only: Sequence[int]) -> None:
-        """Allocate `weights` or an empty `cache` in the engines in `only`."""
+    def wake_up(self, part: str, engines: Sequence[int]) -> None:
+        """Allocate `weights` or an empty `cache` in these engines."""
 
 
 class GpuOwner(StrEnum):

@@ -191,7 +191,7 @@ class PolicyGroup(RankGroup):
         )
 
     def gpus_for_engine(self, engine: int) -> str:
-        """Return the CUDA names of an engine's GPUs, which are those of its ranks."""
+        """Return the CUDA names of the GPUs that an engine shares with policy ranks."""
         if not self._visible_gpus:
             self._visible_gpus = list(
                 self.gather("GPUs of the policy", self.submit_to_ranks("visible_gpus")).values()
@@ -200,7 +200,7 @@ class PolicyGroup(RankGroup):
         return ",".join(filter(None, self._visible_gpus[engine * size : (engine + 1) * size]))
 
     def set_gpu_resident(self, parts: frozenset[str]) -> None:
-        """Keep `parts` of "weights", "gradients" and "optimizer" on the GPUs, the rest off them."""
+        """Keep `parts` ("weights", "gradients", "optimizer") on the GPUs, and offload the rest."""
         self.call_all("set_gpu_resident", parts)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:

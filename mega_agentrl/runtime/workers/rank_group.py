@@ -57,7 +57,7 @@ class RankActor:
         self._num_threads = num_threads_per_rank(config, _count_node_slots())
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
         # Read when CUDA starts. With one queue, kernels start in the order of their launch, so that
-        # communication begins before the computation that it shall overlap with.
+        # communication begins before the computation that it overlaps with.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         if config.deterministic:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"

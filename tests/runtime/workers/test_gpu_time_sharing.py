@@ -27,8 +27,8 @@ class Side:
     def sleep(self):
         self.record("sleep")
 
-    def wake_up(self, part, only):
-        self.record(f"wake {part} {list(only)}")
+    def wake_up(self, part, engines):
+        self.record(f"wake {part} {list(engines)}")
 
 
 def sides(**fails):
