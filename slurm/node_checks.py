@@ -2,7 +2,7 @@
 
 Each check returns `Finding`s: a short value for the table, and a reason for a warning or a failure.
 This module uses only the standard library (and NVML if present), because it must run in a broken
-environment. The checks change nothing on the node. Those that start programs are in `node_probes`.
+environment. The checks change nothing on the node. `node_probes` has checks that start programs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def check_driver(driver: str, supported_cuda: int, torch_cuda: str | None) -> Fi
 
 
 def _supported_cuda() -> int:
-    """Return the newest version of CUDA that the driver library of a process here supports."""
+    """Return the newest version of CUDA that this node's driver library supports; 0 without one."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -115,7 +115,7 @@ def _supported_cuda() -> int:
 def find_torch_cuda() -> str | None:
     """Return the version of CUDA that torch is built for, without importing torch.
 
-    None for a build for CPUs, empty if torch is not installed.
+    Returns None for a build for CPUs, and an empty string if torch is not installed.
     """
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
@@ -196,15 +196,16 @@ def _nvlink_counts(nvml: Any, devices: list[Any]) -> str:
 
 def check_infiniband(folder: Path = Path("/sys/class/infiniband")) -> Finding:
     """Return number and rate of active ports (`8x400`), `none` without InfiniBand devices."""
-    rates, down = [], []
+    rates, inactive_ports = [], []
     for port in sorted(folder.glob("*/ports/*")):
         state = (port / "state").read_text().split(":")[-1].strip()
         if state == "ACTIVE":
             rates.append((port / "rate").read_text().split()[0])
         else:
-            down.append(f"{port.parents[1].name}/{port.name} is {state}")
-    counted = "+".join(f"{rates.count(rate)}x{rate}" for rate in sorted(set(rates)))
-    return Finding(counted or "none", WARN if down else OK, "; ".join(down))
+            inactive_ports.append(f"{port.parents[1].name}/{port.name} is {state}")
+    value = "+".join(f"{rates.count(rate)}x{rate}" for rate in sorted(set(rates)))
+    state = WARN if inactive_ports else OK
+    return Finding(value or "none", state, "; ".join(inactive_ports))
 
 
 def check_disk(shared: Path, local: Path) -> Finding:

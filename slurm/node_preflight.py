@@ -48,7 +48,7 @@ CHECK_TIMEOUT_S = 300
 CONNECT_TIMEOUT_S = 5
 TOKEN_TIMEOUT_S = 30  # shared file systems may show a new file late
 WARN_SKEW_S, MAX_SKEW_S = 1.0, 30.0
-# What must be the same on all nodes.
+# Columns whose values must be equal on all nodes.
 MUST_MATCH = ("python", "torch", "nccl", "ray", "driver", "gpus", "nvlink", "ib")
 COLUMNS = (
     *("python", "imports", "torch", "nccl", "ray", "driver", "gpus", "ecc", "nvlink", "ib"),
@@ -191,10 +191,10 @@ async def run_node_checks(address: str, node: str, key: str, shared: Path) -> No
             "shared": await check_shared_folder(Path(message["token_file"]), message["token"]),
         }
         checks = all_checks(shared, message["peers"], node)
-        for cells_of_check in await asyncio.gather(
+        for check_cells in await asyncio.gather(
             *(_run_with_timeout(name, check) for name, check in checks.items())
         ):
-            cells |= cells_of_check
+            cells |= check_cells
         await _send(writer, {"findings": {name: asdict(cell) for name, cell in cells.items()}})
         await asyncio.wait_for(reader.read(), CHECK_TIMEOUT_S)
 
@@ -242,7 +242,7 @@ async def _run_with_timeout(name: str, check: Any) -> Findings:
 async def check_connectivity(peers: Mapping[str, Sequence[Any]]) -> Finding:
     """Check how many nodes this one can connect to, at the ports that they chose."""
 
-    async def try_one(host: str, port: int) -> bool:
+    async def can_connect(host: str, port: int) -> bool:
         try:
             _, writer = await asyncio.wait_for(
                 asyncio.open_connection(host, port), CONNECT_TIMEOUT_S
@@ -252,7 +252,7 @@ async def check_connectivity(peers: Mapping[str, Sequence[Any]]) -> Finding:
         writer.close()
         return True
 
-    answers = await asyncio.gather(*(try_one(*address[:2]) for address in peers.values()))
+    answers = await asyncio.gather(*(can_connect(*address[:2]) for address in peers.values()))
     unreachable = [
         f"{node} ({address[0]}:{address[1]})"
         for (node, address), is_reachable in zip(peers.items(), answers, strict=True)
@@ -276,9 +276,7 @@ async def check_shared_folder(file: Path, token: str) -> Finding:
             if time.monotonic() < end_s:
                 await asyncio.sleep(0.5)
                 continue
-            reason = (
-                f"{file.parent} is not the head's: {error}; put the repository on a shared disk"
-            )
+            reason = f"{error}: {file.parent} is not shared; put the repository on a shared disk"
             return Finding("no", FAIL, reason)
         if content == token:
             return Finding("yes")

@@ -1,7 +1,7 @@
 """Checks of one node that start programs: imports, compiled kernels, gloo, bubblewrap.
 
-Each check returns `Finding`s. Checks that need torch run in a process of their own, which a broken
-environment or a blocked peer cannot take the others down with:
+Each check returns `Finding`s. Checks that need torch run in processes of their own, so that a
+broken environment or a blocked peer does not affect other checks:
 
     python -m slurm.node_probes compile DEVICE
     python -m slurm.node_probes gloo HOST PORT RANK SIZE ADDRESS
@@ -61,8 +61,8 @@ def check_imports() -> dict[str, Finding]:
         )
         return {"python": python, "imports": Finding("slow", FAIL, reason)}
     if completed.returncode:
-        last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
-        reason = f"{sys.executable} cannot import {', '.join(PACKAGES)}: {last[0]}"
+        last_line = completed.stderr.strip().splitlines()[-1:] or ["no message"]
+        reason = f"{sys.executable} cannot import {', '.join(PACKAGES)}: {last_line[0]}"
         return {"python": python, "imports": Finding("no", FAIL, reason)}
     report = json.loads(completed.stdout.splitlines()[-1])
     findings = {"python": python, "imports": Finding(f"{report['seconds']:.0f} s")}
@@ -72,8 +72,8 @@ def check_imports() -> dict[str, Finding]:
 def check_compiler() -> Finding:
     """Check that Triton and torch.compile can build kernels here.
 
-    They need a C compiler and Python's headers for every kernel, also where no kernel is compiled
-    before the first step. A node with GPUs compiles and runs one kernel.
+    Both need a C compiler and Python's headers, without which a run might fail only in its first
+    step. A node with GPUs compiles and runs one kernel.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -103,11 +103,11 @@ def check_gloo(peers: Mapping[str, Sequence[Any]], node: str) -> Finding:
     arguments = (host, port, rank, len(peers), peers[node][0])
     probe = [sys.executable, "-m", "slurm.node_probes", "gloo", *map(str, arguments)]
     timeout_s = GLOO_ARRIVE_S + 2 * GLOO_MEET_S
-    found = _read_probe(run_program(*probe, timeout_s=timeout_s), timeout_s)
-    if found.state == OK:
-        return found
+    finding = _read_probe(run_program(*probe, timeout_s=timeout_s), timeout_s)
+    if finding.state == OK:
+        return finding
     cause = "GLOO_SOCKET_IFNAME in slurm/env.sh names the wrong network, or a firewall"
-    return Finding("no", FAIL, f"{found.reason}; probable cause: {cause}")
+    return Finding("no", FAIL, f"{finding.reason}; probable cause: {cause}")
 
 
 def _read_probe(completed: Any, timeout_s: float) -> Finding:
@@ -115,8 +115,8 @@ def _read_probe(completed: Any, timeout_s: float) -> Finding:
     if completed is None:
         return Finding("no", FAIL, f"no answer within {timeout_s:g} s")
     if completed.returncode:
-        last = completed.stderr.strip().splitlines()[-1:] or ["no message"]
-        return Finding("no", FAIL, last[0])
+        last_line = completed.stderr.strip().splitlines()[-1:] or ["no message"]
+        return Finding("no", FAIL, last_line[0])
     return Finding(completed.stdout.strip().splitlines()[-1])
 
 
@@ -162,13 +162,13 @@ def meet_over_gloo(host: str, port: int, rank: int, size: int, address: str) -> 
     import torch
     from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-    arrive = timedelta(seconds=GLOO_ARRIVE_S)
-    store = TCPStore(host, port, None, rank == 0, timeout=arrive, wait_for_workers=False)
+    arrive_timeout = timedelta(seconds=GLOO_ARRIVE_S)
+    store = TCPStore(host, port, None, rank == 0, timeout=arrive_timeout, wait_for_workers=False)
     store.set(f"arrived/{rank}", "1")
-    store.wait([f"arrived/{peer}" for peer in range(size)], arrive)
-    meet = timedelta(seconds=GLOO_MEET_S)
+    store.wait([f"arrived/{peer}" for peer in range(size)], arrive_timeout)
+    meet_timeout = timedelta(seconds=GLOO_MEET_S)
     try:
-        group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=meet)
+        group = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, timeout=meet_timeout)
         total = torch.tensor([float(rank)])
         group.allreduce([total]).wait()
     except RuntimeError as error:
@@ -178,7 +178,7 @@ def meet_over_gloo(host: str, port: int, rank: int, size: int, address: str) -> 
         raise RuntimeError(f"the sum over {size} nodes is {total.item()}")
     store.set(f"left/{rank}", "1")
     if rank == 0:  # the store ends with this process
-        store.wait([f"left/{peer}" for peer in range(size)], meet)
+        store.wait([f"left/{peer}" for peer in range(size)], meet_timeout)
     return interface or "default"
 
 

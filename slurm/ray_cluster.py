@@ -108,7 +108,7 @@ class ClusterMembership:
 def wait_for_nodes(
     membership: ClusterMembership, nodes: Sequence[str], deadline_s: float
 ) -> set[str]:
-    """Wait until all nodes have joined; return the names of those missing at the deadline."""
+    """Wait until all nodes have joined; return the names of nodes missing at the deadline."""
     deadline = time.monotonic() + deadline_s
     while missing := set(nodes) - (membership.alive_nodes() or set()):
         if time.monotonic() > deadline:
@@ -119,15 +119,15 @@ def wait_for_nodes(
 
 def watch_nodes(membership: ClusterMembership, nodes: Sequence[str]) -> set[str]:
     """Wait until nodes are lost and return their names; all of them if the head is silent."""
-    answered_s = time.monotonic()
+    last_answer_s = time.monotonic()
     while True:
         time.sleep(POLL_INTERVAL_S)
         alive = membership.alive_nodes()
         if alive is not None:
-            answered_s = time.monotonic()
+            last_answer_s = time.monotonic()
             if missing := set(nodes) - alive:
                 return missing
-        elif time.monotonic() - answered_s > HEAD_TIMEOUT_S:
+        elif time.monotonic() - last_answer_s > HEAD_TIMEOUT_S:
             return set(nodes)
 
 

@@ -23,14 +23,14 @@ folder=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/ray-$SLURM_JOB_ID-${SLURM_REST
 tag=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$node
 ray_pid=''
 
-tagged() { # prints the ids of the processes of this start, which inherit the tag
+tagged_pids() { # prints the ids of the processes of this start, which inherit the tag
     env -u MEGA_AGENTRL_NODE_TAG grep -lzsx "MEGA_AGENTRL_NODE_TAG=$tag" /proc/[0-9]*/environ |
         cut -d / -f 3
 }
 
-end_tagged() {
+kill_tagged() {
     local pid
-    for pid in $(tagged); do kill -KILL "$pid" 2>/dev/null; done
+    for pid in $(tagged_pids); do kill -KILL "$pid" 2>/dev/null; done
 }
 
 clean_up() {
@@ -43,7 +43,7 @@ clean_up() {
             sleep 0.1
         done
     fi
-    end_tagged
+    kill_tagged
     rm -rf "$folder"
     exit "$code"
 }
@@ -51,14 +51,14 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 143' TERM INT HUP USR2 # USR2 is how train.sh ends a node
 export MEGA_AGENTRL_NODE_TAG=$tag RAY_USAGE_STATS_ENABLED=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0
-export RAY_worker_niceness=0 # Ray's own is 15: every other program on the node would go first
+export RAY_worker_niceness=0 # Ray's default is 15: every other program on the node would go first
 
 host=${address%:*} port=${address##*:}
 if [ "$index" -eq 0 ]; then
-    place=(--head --node-ip-address="$host" --port="$port" --include-dashboard=false
+    role_options=(--head --node-ip-address="$host" --port="$port" --include-dashboard=false
         --ray-client-server-port=$((port + 1)))
 else
-    place=(--address="$address")
+    role_options=(--address="$address")
     # Ray itself waits only 20 s, and a head may take longer to start on a slow file system.
     until (exec 3<>"/dev/tcp/$host/$port") 2>/dev/null; do
         sleep 1 &
@@ -71,7 +71,7 @@ run_ray() { # runs Ray to its end and returns its exit code; stores the output f
     mkdir -p "$folder" || exit 1
     # In a separate session, so that signals to this script do not reach Ray's processes.
     # shellcheck disable=SC2086  # the options are words
-    setsid ray start --log-color=false --block "${place[@]}" --node-name="$node" \
+    setsid ray start --log-color=false --block "${role_options[@]}" --node-name="$node" \
         --temp-dir="$folder" --num-cpus="$SLURM_CPUS_ON_NODE" --min-worker-port=0 \
         --max-worker-port=0 --dashboard-agent-listen-port=0 --disable-usage-stats \
         ${MEGA_AGENTRL_RAY_OPTIONS:-} > >(exec env -u MEGA_AGENTRL_NODE_TAG tee "$folder/output") 2>&1 &
@@ -90,7 +90,7 @@ for try in 1 2 3; do
     echo "ray_node.sh: Ray on $node ended with exit code $code"
     if [ "$code" -eq 0 ] || [ "$try" -eq 3 ] || has_started; then break; fi
     echo "ray_node.sh: it did not start; try $((try + 1)) of 3"
-    end_tagged
+    kill_tagged
     rm -rf "$folder"
 done
 exit "$code"

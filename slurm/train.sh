@@ -12,8 +12,8 @@
 #   sbatch --array=1-3 slurm/train.sh experiment=... 'seed=${oc.env:SLURM_ARRAY_TASK_ID}' \
 #       'run_dir=runs/mine-${oc.env:SLURM_ARRAY_TASK_ID}'
 #
-# Submit from the repository's folder (or set MEGA_AGENTRL_ROOT). Submit sweeps (-m) with Hydra's
-# own launcher instead, see the README.
+# Submit from the repository's folder (or set MEGA_AGENTRL_ROOT). The README shows how to submit sweeps
+# (-m) with Hydra's own launcher instead.
 #
 # Logs: driver.log and ray-<node>.log in slurm-<jobid>/, beside the run's folder.
 #
@@ -57,10 +57,10 @@ pause() { # sleeps a second; unlike `sleep 1`, lets the trap of a signal run at 
 
 # Process ids of this shell's children.
 declare -A ray_pid=()
-driver_pid='' watcher_pid='' work_dir='' received=''
+driver_pid='' watcher_pid='' work_dir='' received_signal=''
 
 on_usr1() {
-    received=USR1
+    received_signal=USR1
     if [ -n "$driver_pid" ]; then
         say "USR1: the driver saves and ends"
         kill -USR1 "$driver_pid" 2>/dev/null || true
@@ -68,7 +68,7 @@ on_usr1() {
 }
 
 on_term() {
-    received=TERM
+    received_signal=TERM
     say "TERM: the driver is asked to end"
     [ -z "$driver_pid" ] || kill -TERM "$driver_pid" 2>/dev/null || true
 }
@@ -129,7 +129,7 @@ lost_node() { # reports a lost node; returns 1 if there is none
 
 wait_for_nodes() {
     while [ ! -e "$work_dir/joined" ]; do
-        [ -z "$received" ] || return 0
+        [ -z "$received_signal" ] || return 0
         ! lost_node || exit "$LOST"
         pause
     done
@@ -146,19 +146,19 @@ finish() { # exits with the ended driver's code, unless a lost node was the caus
     local code=0 deadline=$((SECONDS + 4))
     wait "$driver_pid" || code=$?
     # USR1 killed Python before it had a handler: there was nothing to save yet.
-    [ "$received" != USR1 ] || [ "$code" -ne $((128 + $(kill -l USR1))) ] || code=$REQUEUE
+    [ "$received_signal" != USR1 ] || [ "$code" -ne $((128 + $(kill -l USR1))) ] || code=$REQUEUE
     driver_pid=''
     case $code in
         0 | "$BAD_INPUT" | "$REQUEUE") ;;
         *)
-            while [ -z "$received" ] && [ "$SECONDS" -lt "$deadline" ]; do
+            while [ -z "$received_signal" ] && [ "$SECONDS" -lt "$deadline" ]; do
                 ! lost_node || exit "$LOST"
                 pause
             done
             ;;
     esac
     say "the driver ended with exit code $code"
-    [ "$code" -ne "$REQUEUE" ] || [ -n "$received" ] || count_lost
+    [ "$code" -ne "$REQUEUE" ] || [ -n "$received_signal" ] || count_lost
     exit "$code"
 }
 
@@ -168,7 +168,7 @@ export MEGA_AGENTRL_ROOT=${MEGA_AGENTRL_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}
     fail "$BAD_INPUT" "no slurm/env.sh in $MEGA_AGENTRL_ROOT; submit from the repository's folder, or set MEGA_AGENTRL_ROOT"
 for argument in "$@"; do
     case $argument in
-        -m | --multirun) fail "$BAD_INPUT" "$argument: one run a job; submit a sweep with python -m mega_agentrl -m hydra/launcher=submitit_slurm ..." ;;
+        -m | --multirun) fail "$BAD_INPUT" "$argument: expected one run per job; submit a sweep with python -m mega_agentrl -m hydra/launcher=submitit_slurm ..." ;;
     esac
 done
 cd "$MEGA_AGENTRL_ROOT"
@@ -206,7 +206,7 @@ done
 python -m slurm.ray_cluster watch "$address" "$work_dir/joined" "${MEGA_AGENTRL_START_DEADLINE_S:-300}" "${nodes[@]}" &
 watcher_pid=$!
 wait_for_nodes
-case $received in
+case $received_signal in
     USR1) exit "$REQUEUE" ;; # there is nothing to save yet
     TERM) exit 143 ;;
 esac
@@ -214,7 +214,7 @@ esac
 "${driver[@]}" "$@" "cluster.ray_address=$address" > >(tee -a "$log_dir/driver.log") 2>&1 &
 driver_pid=$!
 # Forward a signal that arrived while the driver was being started.
-[ -z "$received" ] || kill "-$received" "$driver_pid" 2>/dev/null || true
+[ -z "$received_signal" ] || kill "-$received_signal" "$driver_pid" 2>/dev/null || true
 while alive "$driver_pid"; do
     ! lost_node || exit "$LOST"
     pause

@@ -8,10 +8,10 @@ often. A run must end with the same prompts in the same order and, because it ha
 died during a call, losses are compared only up to that step; half of all losses must be compared.
 First, two undisturbed runs must agree bit for bit; the times of the kills are drawn within the
 durations of their steps. A killed driver is restarted with the same command; everything else must
-recover by itself. Input: `make model`, or the files that the overrides name.
+recover by itself. The runs need the files of `make model`, or the files that the overrides name.
 
-Prints the result of each run and writes all to `chaos.json`, replacing the folder of an earlier
-check. Exit codes: 0 all runs passed, 1 some failed, 2 bad input.
+Prints the result of each run and writes all results to `chaos.json`, replacing the folder of an
+earlier check. Exit codes: 0 all runs passed, 1 some failed, 2 bad input.
 """
 
 from __future__ import annotations
@@ -71,34 +71,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_all(args: argparse.Namespace, settings: list[str]) -> Sequence[dict[str, Any]]:
     rows = []
     expected: RunOutcome | None = None
-    spans: list[float] = []
+    durations_s: list[float] = []
     for name in ("undisturbed-1", "undisturbed-2"):
         history = ChaosRun((args.out / name).resolve(), settings, []).run(DEADLINE_S)
-        found = read_outcome(history.folder)
-        wrong = _leftover_processes(history)
-        if expected is not None and found.lines != expected.lines:
-            wrong.append("two undisturbed runs differ: the comparison is meaningless")
-        if not any(found.losses):
-            wrong.append("all losses are 0: nothing was learned, and the comparison is meaningless")
-        expected, spans = expected or found, history.spans()
-        rows.append(_print_result(name, history, found, wrong))
+        outcome = read_outcome(history.folder)
+        problems = _leftover_processes(history)
+        if expected is not None and outcome.lines != expected.lines:
+            problems.append("two undisturbed runs differ: the comparison is meaningless")
+        if not any(outcome.losses):
+            problems.append("all losses are 0: the policy learns nothing, nothing can be compared")
+        expected, durations_s = expected or outcome, history.step_durations_s()
+        rows.append(_print_result(name, history, outcome, problems))
     assert expected is not None
-    draw = random.Random(args.seed)
-    share, rest = divmod(args.kills, args.runs)
+    rng = random.Random(args.seed)
+    kills_per_run, remainder = divmod(args.kills, args.runs)
     num_compared = 0
     for number in range(args.runs):
-        plan = plan_kills(share + (number < rest), spans, draw)
+        plan = plan_kills(kills_per_run + (number < remainder), durations_s, rng)
         history = ChaosRun((args.out / f"run-{number}").resolve(), settings, plan).run(DEADLINE_S)
-        found = read_outcome(history.folder)
-        wrong = differences(expected, found) + _leftover_processes(history)
+        outcome = read_outcome(history.folder)
+        problems = differences(expected, outcome) + _leftover_processes(history)
         if len(history.executed_kills) < len(plan):
-            wrong.append(f"{len(plan) - len(history.executed_kills)} kills found no target")
+            problems.append(f"{len(plan) - len(history.executed_kills)} kills found no target")
         if history.num_failures:
-            wrong.append(f"the driver ended {history.num_failures} times without being killed")
-        num_compared += found.num_compared
+            problems.append(f"the driver ended {history.num_failures} times without being killed")
+        num_compared += outcome.num_compared
         if number + 1 == args.runs and 2 * num_compared < args.runs * len(expected.losses):
-            wrong.append(f"{num_compared} losses were compared in all runs, expected half of them")
-        rows.append(_print_result(f"run-{number}", history, found, wrong))
+            problems.append(f"{num_compared} losses of all runs were compared, expected half")
+        rows.append(_print_result(f"run-{number}", history, outcome, problems))
     return rows
 
 
@@ -107,18 +107,18 @@ def _leftover_processes(history: RunHistory) -> list[str]:
 
 
 def _print_result(
-    name: str, history: RunHistory, found: RunOutcome, wrong: list[str]
+    name: str, history: RunHistory, outcome: RunOutcome, problems: list[str]
 ) -> dict[str, Any]:
     kills = [
         f"{kill.kind} at {at_s:.0f} s (step {kill.step})" for at_s, kill in history.executed_kills
     ]
     print(f"{name}: {history.duration_s:.0f} s, {len(kills)} kills: {', '.join(kills) or 'none'}")
-    print(f"  losses {', '.join(f'{loss:.6g}' for loss in found.losses)}", flush=True)
-    if any(found.num_failed):
-        print(f"  {sum(found.num_failed)} trajectories failed: losses are compared up to there")
-    for line in wrong:
+    print(f"  losses {', '.join(f'{loss:.6g}' for loss in outcome.losses)}", flush=True)
+    if any(outcome.num_failed):
+        print(f"  {sum(outcome.num_failed)} trajectories failed: losses are compared up to there")
+    for line in problems:
         print(f"  WRONG: {line}")
-    return {"name": name, "seconds": history.duration_s, "kills": kills, "wrong": wrong}
+    return {"name": name, "seconds": history.duration_s, "kills": kills, "wrong": problems}
 
 
 if __name__ == "__main__":

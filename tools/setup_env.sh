@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the system packages it needs (bubblewrap, libseccomp2; on CPUs libnuma1).
-# Instant when nothing has changed: .venv/.stamp holds the checksum of what it was made from.
+# Returns at once when nothing has changed: .venv/.stamp holds the checksum of its inputs.
 #
 #   DEVICE=cpu|gpu      default: gpu where nvidia-smi is present
 #   PYTHON=...          interpreter to use, 3.11 or 3.12
 #   TORCH_INDEX_URL=... extra package index. On a CPU-only machine whose index offers only
 #                       CUDA builds of torch, point it at PyTorch's own CPU wheel index.
-#   WITH_TOOLS=1        also what only tests need: Slurm, munge and iproute2, and Chromium, which opens
+#   WITH_TOOLS=1        also the programs that only tests need: Slurm, munge, iproute2, and Chromium for
 #                       reports
 #   WITH_TE=1           also Transformer Engine (GPU). WITH_APEX=1: also NVIDIA's Apex (GPU). Both are
 #                       built here, in 10 to 60 minutes, which needs nvcc of the CUDA version of
@@ -67,13 +67,13 @@ install_system_packages() {
     command -v apt-get >/dev/null || fail "these system packages are missing and there is no apt-get here: $packages" \
         "install them with this system's package manager, then run this again"
     echo "set-up: installing system packages: $packages"
-    "${as_root[@]}" apt-get update -q >/dev/null || echo "set-up: apt-get update failed; trying with the lists there are"
+    "${as_root[@]}" apt-get update -q >/dev/null || echo "set-up: apt-get update failed; trying with the present package lists"
     # shellcheck disable=SC2086  # one word per package
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
         apt-get install -y -q --no-install-recommends $packages >/dev/null ||
         fail "apt-get could not install $packages; install by hand, then run this again"
     packages=$(missing_system_packages | tr '\n' ' ')
-    [ -z "$packages" ] || fail "installed, but still not to be found: $packages"
+    [ -z "$packages" ] || fail "installed, but still not found: $packages"
 }
 
 pip_install() { # quiet; the whole output is in .venv/install.log

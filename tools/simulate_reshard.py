@@ -14,12 +14,13 @@ Prints one JSON line per case, and ends with code 1 if a bound is broken:
     setup_s        CPU seconds of a worker's trace, and of the driver's plan with the
                    serialization of its parts; at most 60 (`SETUP_LIMIT_S`) up to 512 + 256 ranks
     replace_s      CPU seconds of the driver for a replaced engine on another machine: a link to
-                   that engine, and then one to all; at most 10 (`REPLACE_LIMIT_S`), likewise
-    predicted_s    time on the links (`planner.traffic`); `floor_s` is that of a rank's own bytes
-                   over one network link, and `published` what others report, in seconds
+                   that engine, and then one to all engines; at most 10 (`REPLACE_LIMIT_S`) up to
+                   512 + 256 ranks
+    predicted_s    time on the links (`planner.traffic`); `floor_s` is the time of a rank's own
+                   bytes over one network link, `published` the seconds that other projects report
     copies_max     slices that a rollout rank copies to its parameters in an update;
                    `copy_calls_max` calls copy and digest them, each one launch on a GPU
-    received_ratio received / own bytes, of the rank where it is farthest from 1
+    received_ratio received / own bytes, of the rank whose ratio is farthest from 1
     network_gib    bytes between machines, at least `min_network_gib`
 
 One layer of each type is traced through vLLM's loader and repeated; the plan covers all ranks and
@@ -174,7 +175,7 @@ def recipe_case(name: str) -> Case:
 
 
 def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Trace, plan and count one case; return what is printed."""
+    """Trace, plan and count one case; return the fields of its line."""
     sizes = TrainerParallelSizes(**{f"{axis}_size": size for axis, size in case.trainer.items()})
     engines, tensor = case.rollout["engines"], case.rollout["tensor"]
     sides = _make_sides(case, sizes, args.dtype)
@@ -188,15 +189,15 @@ def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     _serialize(link_plan)
     plan_s = time.process_time() - start_s
     start_s = time.process_time()
-    moved = _move_last_engine(locations, tensor)
+    new_locations = _move_last_engine(locations, tensor)
     _serialize(
         planner.plan(
             sides.trainer_layouts,
             sides.engine_layouts[-1:],
-            [*moved[: sizes.num_ranks], *moved[-tensor:]],
+            [*new_locations[: sizes.num_ranks], *new_locations[-tensor:]],
         )
     )
-    _serialize(planner.plan(sides.trainer_layouts, sides.engine_layouts, moved))
+    _serialize(planner.plan(sides.trainer_layouts, sides.engine_layouts, new_locations))
     replace_s = time.process_time() - start_s
     is_limited = len(locations) <= MAX_RANKS_WITH_TIME_LIMITS
     return _describe(case, sides, link_plan, locations, args) | {
@@ -219,12 +220,12 @@ def _describe(
     plan, item_bytes = link_plan.plan, DTYPE_BYTES[args.dtype]
     traffic = count_traffic(plan, locations, args.speeds)
     layouts = [layout for engine in sides.engine_layouts for layout in engine]
-    own = {
+    own_bytes = {
         id(layout): item_bytes * sum(_num_elements(shard) for shard in layout)
         for layout in distinct_layouts(layouts)
     }
     ratios = [
-        traffic.received_bytes_of(rank) / own[id(layout)]
+        traffic.received_bytes_of(rank) / own_bytes[id(layout)]
         for rank, layout in zip(plan.rollout_ranks, layouts, strict=True)
     ]
     open_bytes, largest, copies = 0, 0, (0, 0)
@@ -248,7 +249,7 @@ def _describe(
         "copies_max": copies[0],
         "copy_calls_max": copies[1],
         "predicted_s": round(traffic.predicted_s, 4),
-        "floor_s": round(max(own.values()) / args.speeds.network, 4),
+        "floor_s": round(max(own_bytes.values()) / args.speeds.network, 4),
         "received_ratio": max(ratios, key=lambda ratio: abs(ratio - 1.0)),
         "network_gib": round(traffic.total_bytes(LinkType.network) / GIB, 2),
         "min_network_gib": round(traffic.min_network_bytes / GIB, 2),
@@ -266,7 +267,7 @@ def _count_copies(plan: TransferPlan, rank: int, layout: Layout) -> tuple[int, i
 
 
 def broken_bounds(line: dict[str, Any]) -> list[str]:
-    """Return what a case exceeds."""
+    """Return a message for every limit that a case exceeds."""
     limits = {
         "open_gib": line["open_limit_gib"],
         "peers_max": line["peers_limit"],
@@ -276,7 +277,7 @@ def broken_bounds(line: dict[str, Any]) -> list[str]:
         "received_ratio": 1.0,
     }
     return [
-        f"{key}={line[key]}, at most {limit}"
+        f"{key}={line[key]}, expected at most {limit}"
         for key, limit in limits.items()
         if limit is not None and line[key] > limit
     ]
@@ -286,8 +287,8 @@ def _make_sides(case: Case, sizes: TrainerParallelSizes, dtype: str) -> Sides:
     path = Path(case.model)
     path = path if path.is_file() else CONFIGS / f"{case.model}.json"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
-        raise ValueError(f"--model {case.model}: expected a config.json or one of {known}")
+        names = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
+        raise ValueError(f"--model {case.model}: expected a config.json or one of {names}")
     tensor = case.rollout["tensor"]
     shape, sample, sample_s = _trace(path, tensor, dtype)
     trace_s = sample_s / tensor * shape.num_layers / len(first_layer_of_each_type(shape))
@@ -316,10 +317,10 @@ def _trace(
 
 def sample_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     """Return the config of the model with one layer of each type."""
-    chosen = first_layer_of_each_type(shape)
-    changes: dict[str, Any] = {"num_hidden_layers": len(chosen)}
+    layers = first_layer_of_each_type(shape)
+    changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
     if shape.moe:
-        dense = [index for index, layer in enumerate(chosen) if not shape.is_moe_layer(layer)]
+        dense = [index for index, layer in enumerate(layers) if not shape.is_moe_layer(layer)]
         changes |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
     return {key: value for key, value in config.items() if key != "layer_types"} | changes
 
@@ -328,7 +329,7 @@ _LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def expand_layout(shape: ModelShape, sample: Sequence[ShardLayout]) -> Layout:
-    """Return a worker's shards of the whole model from those of one layer of each type."""
+    """Return a worker's shards of the whole model from its shards of one layer of each type."""
     first_layers = first_layer_of_each_type(shape)
     layout = []
     for shard in sample:
@@ -352,7 +353,7 @@ def _rename_layer(shard: ShardLayout, prefix: str) -> ShardLayout:
 
 
 def trainer_layouts(shape: ModelShape, sizes: TrainerParallelSizes) -> list[Layout]:
-    """Return the shards of all trainer ranks; ranks with equal ones share an object."""
+    """Return the shards of all trainer ranks; ranks with equal shards share an object."""
     distinct: dict[tuple[int, int, int], Layout] = {}
     layouts = []
     for rank in range(sizes.num_ranks):
@@ -375,7 +376,7 @@ def trainer_layouts(shape: ModelShape, sizes: TrainerParallelSizes) -> list[Layo
 
 
 def _serialize(link_plan: LinkPlan) -> None:
-    """Serialize all parts as the driver does; equal ones once."""
+    """Serialize all distinct parts of the plan, as the driver does."""
     parts = [*link_plan.trainer_plans, *link_plan.engine_plans]
     for part in {id(part): part for part in parts}.values():
         pickle.dumps(part)
@@ -387,7 +388,10 @@ def _move_last_engine(locations: Sequence[RankLocation], tensor: int) -> list[Ra
     nodes = sorted({location.node for location in locations[-tensor:]})
     return [
         *locations[:-tensor],
-        *(RankLocation(first + nodes.index(at.node), at.device) for at in locations[-tensor:]),
+        *(
+            RankLocation(first + nodes.index(location.node), location.device)
+            for location in locations[-tensor:]
+        ),
     ]
 
 
@@ -400,13 +404,13 @@ def num_parameters(shape: ModelShape) -> int:
     return sum(map(prod, hf_shapes(shape).values()))
 
 
-def _numbers(text: str) -> dict[str, int]:
+def _parse_sizes(text: str) -> dict[str, int]:
     """Parse `tensor=8,data=2`."""
     return {key: int(value) for key, value in (item.split("=") for item in text.split(","))}
 
 
 def _cases(args: argparse.Namespace) -> Iterator[Case]:
-    known = {case.name: case for case in CASES}
+    built_in = {case.name: case for case in CASES}
     if args.model:
         sizes = {"tensor": 1, "engines": 1} | args.rollout
         yield Case(
@@ -414,10 +418,10 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
             bucket_mib=args.bucket_mib, colocated=args.colocated,
         )  # fmt: skip
         return
-    for name in args.case or [*known, *RECIPES]:
-        if name not in known and name not in RECIPES:
-            raise ValueError(f"--case {name}: expected one of {', '.join([*known, *RECIPES])}")
-        yield known[name] if name in known else recipe_case(name)
+    for name in args.case or [*built_in, *RECIPES]:
+        if name not in built_in and name not in RECIPES:
+            raise ValueError(f"--case {name}: expected one of {', '.join([*built_in, *RECIPES])}")
+        yield built_in[name] if name in built_in else recipe_case(name)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -425,12 +429,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", action="append", help="only this case or recipe; repeatable")
     parser.add_argument("--model", help="name in tools/model_configs, or a config.json")
     parser.add_argument(
-        "--trainer", type=_numbers, default={}, help="tensor=,pipeline=,data=,expert="
+        "--trainer", type=_parse_sizes, default={}, help="tensor=,pipeline=,data=,expert="
     )
-    parser.add_argument("--rollout", type=_numbers, default={}, help="tensor=,engines=")
-    parser.add_argument("--colocated", action="store_true", help="on the trainer's devices")
-    parser.add_argument("--bucket-mib", type=int, default=64)
-    parser.add_argument("--per-node", type=int, default=8, help="ranks a machine")
+    parser.add_argument("--rollout", type=_parse_sizes, default={}, help="tensor=,engines=")
+    parser.add_argument("--colocated", action="store_true", help="engines use the trainer's GPUs")
+    parser.add_argument("--bucket-mib", type=int, default=64, help="bucket size in MiB")
+    parser.add_argument("--per-node", type=int, default=8, help="ranks per machine")
     parser.add_argument("--dtype", choices=sorted(DTYPE_BYTES), default="bfloat16")
     for link in LinkType:
         default = getattr(LinkSpeeds(), link) / 1e9

@@ -35,7 +35,7 @@ def test_kills_are_drawn_evenly_over_kinds_and_ordered_by_step():
 
 def test_spans_are_the_durations_of_steps(tmp_path):
     history = RunHistory(tmp_path, step_times_s={0: 0.1, 1: 60.0, 2: 66.0, 3: 70.0})
-    assert history.spans() == [60.0, 6.0, 4.0]
+    assert history.step_durations_s() == [60.0, 6.0, 4.0]
 
 
 def test_other_prompts_or_losses_are_differences():

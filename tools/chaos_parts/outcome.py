@@ -55,27 +55,27 @@ def read_outcome(folder: Path) -> RunOutcome:
     )
 
 
-def differences(expected: RunOutcome, found: RunOutcome) -> list[str]:
+def differences(expected: RunOutcome, outcome: RunOutcome) -> list[str]:
     """Return the differences of a disturbed run from the expected outcome."""
-    wrong = []
-    if found.prompts != expected.prompts:
-        pairs = zip(expected.prompts, found.prompts, strict=False)
-        first = next((k for k, (a, b) in enumerate(pairs, 1) if a != b), len(found.prompts) + 1)
-        wrong.append(
-            f"prompts: got {len(found.prompts)} steps, expected {len(expected.prompts)} with the "
+    problems = []
+    if outcome.prompts != expected.prompts:
+        pairs = zip(expected.prompts, outcome.prompts, strict=False)
+        first = next((k for k, (a, b) in enumerate(pairs, 1) if a != b), len(outcome.prompts) + 1)
+        problems.append(
+            f"prompts: got {len(outcome.prompts)} steps, expected {len(expected.prompts)} with the "
             f"same prompts; the first difference is in step {first}"
         )
-    if len(found.losses) == len(expected.losses):
-        num = found.num_compared
-        pairs = zip(expected.losses[:num], found.losses[:num], strict=True)
+    if len(outcome.losses) == len(expected.losses):
+        num = outcome.num_compared
+        pairs = zip(expected.losses[:num], outcome.losses[:num], strict=True)
         gaps = [abs(a - b) for a, b in pairs]
         if not all(gap <= LOSS_TOLERANCE for gap in gaps):
             step = next(k for k, gap in enumerate(gaps, 1) if not gap <= LOSS_TOLERANCE)
-            wrong.append(
+            problems.append(
                 f"losses: from step {step} on they differ by up to {max(gaps):.3g}, expected at "
                 f"most {LOSS_TOLERANCE:g}"
             )
-    return wrong
+    return problems
 
 
 def _prompts(folder: Path, step: int) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ class ProcessTracker:
 
     def __init__(self, name: str) -> None:
         self._env_entry = f"{RUN_ENV_VAR}={name}".encode()
-        self._seen: set[psutil.Process] = set()
+        self._known_processes: set[psutil.Process] = set()
 
     def scan(self) -> dict[int, str]:
         """Return the command lines of the live processes by pid; zombies are ``(zombie)``."""
@@ -35,17 +35,17 @@ class ProcessTracker:
         for process in psutil.process_iter():
             with suppress(psutil.Error):  # it has ended
                 parents[process] = process.ppid()
-        found = {
+        run_processes = {
             process
             for process in parents
-            if process in self._seen or self._env_entry in _environment(process)
+            if process in self._known_processes or self._env_entry in _environment(process)
         }
-        pids = {process.pid for process in found}
-        while more := {process for process, parent in parents.items() if parent in pids} - found:
-            found |= more
-            pids |= {process.pid for process in more}
-        self._seen |= found
-        ordered = sorted(found, key=lambda process: process.pid)
+        pids = {process.pid for process in run_processes}
+        while children := {p for p, parent in parents.items() if parent in pids} - run_processes:
+            run_processes |= children
+            pids |= {process.pid for process in children}
+        self._known_processes |= run_processes
+        ordered = sorted(run_processes, key=lambda process: process.pid)
         return {process.pid: _command(process) for process in ordered}
 
     def find_targets(self, kind: str) -> list[int]:

@@ -58,31 +58,34 @@ class RunHistory:
     step_times_s: dict[int, float] = field(default_factory=dict)
     """Time at which each number of RL steps was first seen in the metrics."""
 
-    def spans(self) -> list[float]:
+    def step_durations_s(self) -> list[float]:
         """Return the seconds of each RL step; the first includes the start of the run."""
         times_s = [0.0, *(at_s for step, at_s in sorted(self.step_times_s.items()) if step)]
         return [end - begin for begin, end in pairwise(times_s)]
 
 
-def plan_kills(num_kills: int, spans: Sequence[float], draw: random.Random) -> list[PlannedKill]:
+def plan_kills(
+    num_kills: int, durations_s: Sequence[float], rng: random.Random
+) -> list[PlannedKill]:
     """Plan kills at random times, in order of time, equally many of every kind.
 
     Args:
-        num_kills: number of kills.
-        spans: `RunHistory.spans` of an undisturbed run, within which the times are drawn.
-        draw: the random generator.
+        num_kills: Number of kills.
+        durations_s: `RunHistory.step_durations_s` of an undisturbed run, within which the times are
+            drawn.
+        rng: Random generator.
     """
     kinds = [KINDS[index % len(KINDS)] for index in range(num_kills)]
-    draw.shuffle(kinds)
-    steps = sorted(draw.randrange(len(spans)) for _ in range(num_kills))
+    rng.shuffle(kinds)
+    steps = sorted(rng.randrange(len(durations_s)) for _ in range(num_kills))
     return [
-        PlannedKill(kind, step, draw.uniform(0.0, spans[step]))
+        PlannedKill(kind, step, rng.uniform(0.0, durations_s[step]))
         for kind, step in zip(kinds, steps, strict=True)
     ]
 
 
 class ChaosRun:
-    """A run in `folder` that is disturbed as in `plan`; call `run` once."""
+    """A run in `folder` whose processes are killed as planned; call `run` once."""
 
     def __init__(self, folder: Path, arguments: list[str], plan: list[PlannedKill]) -> None:
         self._run_dir = folder
@@ -162,9 +165,9 @@ class ChaosRun:
 
     def _wait_for_exit(self) -> dict[int, str]:
         ends_at = time.monotonic() + _EXIT_TIMEOUT_S
-        while (left := self._processes.scan()) and time.monotonic() < ends_at:
+        while (live := self._processes.scan()) and time.monotonic() < ends_at:
             time.sleep(_POLL_INTERVAL_S)
-        return left
+        return live
 
 
 def rl_steps(folder: Path) -> int:

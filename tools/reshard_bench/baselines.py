@@ -3,8 +3,8 @@
 slime   every parameter is gathered over the tensor group of its pipeline stage; tensor rank 0 of
         each stage converts it to whole Hugging Face tensors and broadcasts buckets of them to all
         rollout ranks
-verl    before that, every parameter is broadcast over the pipeline group, so that all trainer ranks
-        have everything; rank 0 alone broadcasts to the rollout ranks
+verl    the same, but every parameter is first broadcast over the pipeline group, so that every
+        trainer rank has all of them, and rank 0 alone broadcasts to the rollout ranks
 
 Each rollout rank receives the whole model and passes bucket after bucket to the model's
 `load_weights` within vLLM's layerwise reload.
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 OURS = "ours"
 OURS_WITHOUT_PROOF = "ours without proof"
 BASELINES = ("slime", "verl")
-"""Paths that ours is compared with."""
+"""Paths to compare with ours."""
 TIMEOUT = timedelta(seconds=120)
 _ITEM_BYTES = 4
 
@@ -109,8 +109,9 @@ def _plan_rank_buckets(
     yield BaselineBucket(root, tuple(params), tuple(tensors), offset)
 
 
-def _group(store: Store, key: str, ranks: Sequence[Any], me: Any) -> Any:
-    return ProcessGroupGloo(PrefixStore(key, store), ranks.index(me), len(ranks), timeout=TIMEOUT)
+def _group(store: Store, key: str, members: Sequence[Any], member: Any) -> Any:
+    rank = members.index(member)
+    return ProcessGroupGloo(PrefixStore(key, store), rank, len(members), timeout=TIMEOUT)
 
 
 class BaselineSender:
@@ -130,9 +131,9 @@ class BaselineSender:
         self._stage = rank // TENSOR
         self._shard_of = [{shard.name: shard for shard in layout} for layout in layouts]
         tensor_ranks = [self._stage * TENSOR + other for other in range(TENSOR)]
-        self._tensor = _group(store, f"{key}/tensor{self._stage}", tensor_ranks, rank)
+        self._tensor_group = _group(store, f"{key}/tensor{self._stage}", tensor_ranks, rank)
         pipeline_ranks = [other * TENSOR + rank % TENSOR for other in range(PIPELINE)]
-        self._pipeline = _group(store, f"{key}/pipeline{rank % TENSOR}", pipeline_ranks, rank)
+        self._pipeline_group = _group(store, f"{key}/pipeline{rank % TENSOR}", pipeline_ranks, rank)
         # In slime, a stage does not take part in sending the parameters of another.
         self._buckets = [
             bucket
@@ -148,21 +149,21 @@ class BaselineSender:
             self._slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
 
     def send(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Send everything to all rollout ranks."""
+        """Send all buckets to all rollout ranks."""
         in_flight: deque[tuple[Any, torch.Tensor]] = deque()
-        free = list(self._slots) if self._broadcast_group else []
+        free_slots = list(self._slots) if self._broadcast_group else []
         for bucket in self._buckets:
             slot = None
             if self._broadcast_group is not None:
-                if not free:
-                    work, done = in_flight.popleft()
+                if not free_slots:
+                    work, sent_slot = in_flight.popleft()
                     work.wait(TIMEOUT)
-                    free.append(done)
-                slot = free.pop()
+                    free_slots.append(sent_slot)
+                slot = free_slots.pop()
             for stage, param in bucket.params:
-                parts = self._gather(stage, param, shards)
+                tensor_shards = self._gather(stage, param, shards)
                 if slot is not None:
-                    self._assemble(stage, param, parts, bucket, slot)
+                    self._assemble(stage, param, tensor_shards, bucket, slot)
             if self._broadcast_group is not None and slot is not None:
                 frame = slot[: bucket.num_bytes]
                 in_flight.append((self._broadcast_group.broadcast(frame, 0), slot))
@@ -172,30 +173,30 @@ class BaselineSender:
     def _gather(
         self, stage: int, param: str, shards: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return the shards of all tensor ranks, or a single one if they are equal."""
+        """Return a parameter's shards of all tensor ranks, or a single one if they are equal."""
         first, last = (self._shard_of[stage * TENSOR + rank][param] for rank in (0, TENSOR - 1))
-        mine = shards[param] if stage == self._stage else torch.empty(first.shape)
+        shard = shards[param] if stage == self._stage else torch.empty(first.shape)
         if self._baseline == "verl":
-            self._pipeline.broadcast(mine, stage).wait(TIMEOUT)
+            self._pipeline_group.broadcast(shard, stage).wait(TIMEOUT)
         if first.blocks == last.blocks:
-            return [mine]
-        parts = [torch.empty_like(mine) for _ in range(TENSOR)]
-        self._tensor.allgather(parts, mine).wait(TIMEOUT)
-        return parts
+            return [shard]
+        tensor_shards = [torch.empty_like(shard) for _ in range(TENSOR)]
+        self._tensor_group.allgather(tensor_shards, shard).wait(TIMEOUT)
+        return tensor_shards
 
     def _assemble(
         self,
         stage: int,
         param: str,
-        parts: Sequence[torch.Tensor],
+        tensor_shards: Sequence[torch.Tensor],
         bucket: BaselineBucket,
         slot: torch.Tensor,
     ) -> None:
-        whole = {tensor.name: tensor.view(slot) for tensor in bucket.tensors}
-        for rank, part in enumerate(parts):
+        full_tensors = {tensor.name: tensor.view(slot) for tensor in bucket.tensors}
+        for rank, tensor_shard in enumerate(tensor_shards):
             for block in self._shard_of[stage * TENSOR + rank][param].blocks:
-                target = whole[block.hf_name][block.hf_rect.slices]
-                target.copy_(part[block.local_rect.slices].reshape(target.shape))
+                target = full_tensors[block.hf_name][block.hf_rect.slices]
+                target.copy_(tensor_shard[block.local_rect.slices].reshape(target.shape))
 
 
 class BaselineReceiver:

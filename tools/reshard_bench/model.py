@@ -1,7 +1,7 @@
 """The model of the benchmark: a Qwen3 folder of given sizes without weights, and its shards.
 
-A value depends only on the tensor and its position, so that every rank can make its own shards;
-besides them, a process holds at most one whole tensor.
+A value depends only on its tensor and position, so that every rank can make its own shards. Besides
+them, a process holds at most one whole tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelSizes:
 
 
 def write_folder(folder: Path, sizes: ModelSizes) -> None:
-    """Write what vLLM needs: config.json and a tokenizer with one word per token."""
+    """Write the files that vLLM needs: config.json and a tokenizer with one word per token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -89,14 +89,14 @@ def num_params(shape: ModelShape) -> int:
 def make_shards(shape: ModelShape, layout: Sequence[ShardLayout]) -> dict[str, torch.Tensor]:
     """Return the float32 shards of one rank by parameter name; padding is zero."""
     shards = {shard.name: torch.zeros(shard.shape) for shard in layout}
-    homes = [(block, shard.name) for shard in layout for block in shard.blocks]
-    for name in dict.fromkeys(block.hf_name for block, _ in homes):
+    blocks = [(block, shard.name) for shard in layout for block in shard.blocks]
+    for name in dict.fromkeys(block.hf_name for block, _ in blocks):
         sides = hf_shapes(shape)[name]
-        seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.empty(sides).uniform_(-1.0, 1.0, generator=seed)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.empty(sides).uniform_(-1.0, 1.0, generator=generator)
         values = values.mul_(_SCALE) if len(sides) > 1 else values.mul_(0.1).add_(1.0)
-        for block, param in homes:
+        for block, param in blocks:
             if block.hf_name == name:
-                cut = values[block.hf_rect.slices]
-                shards[param][block.local_rect.slices] = cut.reshape(block.local_rect.shape)
+                block_values = values[block.hf_rect.slices].reshape(block.local_rect.shape)
+                shards[param][block.local_rect.slices] = block_values
     return shards

@@ -49,7 +49,7 @@ PROOF_PAIRS = 4
 
 @dataclass(frozen=True, slots=True)
 class UpdateCost:
-    """Seconds that one update took."""
+    """Seconds of one update."""
 
     wall_s: float
     trainer_s: float
@@ -86,14 +86,14 @@ def _bench_args(*arguments: Any, **keywords: Any) -> Any:
 
 
 async def run(
-    chosen: Sequence[Any],
+    cases: Sequence[Any],
     results: Any,
     folder: Path,
     config: EngineConfig,
     repeats: int,
     bucket_bytes: int,
 ) -> None:
-    """Measure everything that the chosen cases need and add it to `results`."""
+    """Measure everything that the cases need, and add it to `results`."""
     engine_module.engine_args = _bench_args
     engine = Engine()
     trainer = Trainer(folder, len(trainer_layouts(ModelShape.from_folder(folder))))
@@ -101,11 +101,11 @@ async def run(
         await engine.start(config, str(folder), seed=1, load_weights=True)
         bench = ReshardBench(engine, trainer, folder, bucket_bytes, results)
         await bench.prepare()
-        for transport in dict.fromkeys(case.transport for case in chosen):
-            cases = [case for case in chosen if case.transport == transport]
-            kinds = {case.kind for case in cases}
-            compared = {case.baseline for case in cases}
-            baselines = [baseline for baseline in BASELINES if baseline in compared]
+        for transport in dict.fromkeys(case.transport for case in cases):
+            transport_cases = [case for case in cases if case.transport == transport]
+            kinds = {case.kind for case in transport_cases}
+            names = {case.baseline for case in transport_cases}
+            baselines = [baseline for baseline in BASELINES if baseline in names]
             await bench.measure(transport, kinds, baselines, repeats)
     finally:
         trainer.close()
@@ -135,8 +135,8 @@ class ReshardBench:
 
     async def prepare(self) -> None:
         """Read the layouts, install the timing, and open the store."""
-        found = await self._engine.layout()
-        self._rollout_layouts = [packed.unpack() for packed, _ in found]
+        layouts = await self._engine.layout()
+        self._rollout_layouts = [packed.unpack() for packed, _ in layouts]
         self._regions = collect_regions(self._rollout_layouts)
         self._verifier = DigestVerifier(self._trainer_layouts, self._regions)
         self._region_indices = [
@@ -163,7 +163,7 @@ class ReshardBench:
             await self._memory(transport, path)
         await self._connect(transport, OURS)
         if "transfer" in kinds:
-            await self._workers("bench_leave_out", ["packing", "proof"])
+            await self._workers("bench_exclude", ["packing", "proof"])
             for repeat in range(repeats + 1):
                 for path in paths:
                     seconds = await self._transfer(path)
@@ -180,7 +180,7 @@ class ReshardBench:
                 if repeat:  # the first time touches memory
                     added_s = pair[OURS].copies_s - pair[OURS_WITHOUT_PROOF].copies_s
                     self._results.add("proof", transport, OURS, added_s / pair[OURS].cpu_s)
-        await self._workers("bench_leave_out", [])
+        await self._workers("bench_exclude", [])
 
     # ---- phases ---------------------------------------------------------------------------
 
@@ -197,14 +197,14 @@ class ReshardBench:
             "trainer": self._trainer.call("peak"),
         }
         if path == OURS:
-            spent = await self._workers("bench_spent")
+            spent = await self._workers("bench_read_timings")
             received = [worker["received_bytes"] for worker in spent]
         self._results.add("received", transport, path, max(received) / MIB)
         for side, values in peaks.items():
             self._results.add(f"memory/{side}", transport, path, max(values))
 
     async def _receive_only(self, transport: str) -> None:
-        """Measure the memory of the transport alone, discarding what arrives."""
+        """Measure the memory of the transport alone, discarding the values that arrive."""
         version = next(self._versions)
         self._trainer.start("send", version, False)
         await self._workers("bench_receive_only", version)
@@ -214,27 +214,30 @@ class ReshardBench:
     async def _updates(
         self, transport: str, paths: Sequence[str], repeat: int
     ) -> list[tuple[str, UpdateCost]]:
-        """Update to new weights by every path in turn, and return what each update took."""
+        """Update to new weights by every path in turn, and return the cost of each update."""
         self._trainer.call("advance")
         # The order is reversed every time, so that coming first or last is no advantage.
         order = paths[:: 1 - 2 * (repeat % 2)]
-        found, answers = [], {}
+        costs, answers = [], {}
         for path in order:
-            await self._workers("bench_leave_out", ["proof"] if path == OURS_WITHOUT_PROOF else [])
-            found.append((path, await self._one_update(path)))
-            print_note(f"update/{transport}/{path}: {found[-1][1]}")
+            await self._workers("bench_exclude", ["proof"] if path == OURS_WITHOUT_PROOF else [])
+            costs.append((path, await self._one_update(path)))
+            print_note(f"update/{transport}/{path}: {costs[-1][1]}")
             answers[path] = await self._engine.compute_prompt_log_probs(self._prompt)
             await self._engine.resume()
         distinct = set(map(tuple, answers.values()))
         if len(distinct) != 1 or distinct & self._answers:
-            raise RuntimeError(f"a path brought other weights than the trainer's: {answers}")
+            raise RuntimeError(
+                f"log-probs of the prompt by path: {answers}; expected the same new ones from all; "
+                "probable cause: a path that delivers other weights than the trainer's"
+            )
         self._answers |= distinct
-        return found
+        return costs
 
     async def _one_update(self, path: str) -> UpdateCost:
         trainer_s, workers_s = await self._cpu_s()
         wall_s = await self._update(path)
-        spent = await self._workers("bench_spent")
+        spent = await self._workers("bench_read_timings")
         copies_s = 0.0
         if path in (OURS, OURS_WITHOUT_PROOF):
             label = "proof" if path == OURS else "without proof"
@@ -327,14 +330,14 @@ class ReshardBench:
     # ---- the workers ----------------------------------------------------------------------
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        found = await self._engine._llm.collective_rpc(method, args=arguments)
-        for worker, (failure, _) in enumerate(found):
+        answers = await self._engine._llm.collective_rpc(method, args=arguments)
+        for worker, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise RuntimeError(f"worker {worker}, {method}:\n{failure}")
-        return [answer for _, answer in found]
+        return [answer for _, answer in answers]
 
     async def _cpu_s(self) -> tuple[float, float]:
-        spent = await self._workers("bench_spent")
+        spent = await self._workers("bench_read_timings")
         return sum(self._trainer.call("cpu_s")), sum(worker["process_s"] for worker in spent)
 
 

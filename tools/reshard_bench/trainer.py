@@ -115,7 +115,7 @@ class TrainerRank:
                 values.mul_(1.0 + 2**-6)
 
     def start_peak(self) -> None:
-        """Measure memory from now on; the digest's kernel is compiled before."""
+        """Compile the digest's kernel, and measure memory from then on."""
         compile_kernel()
         self._peak_memory = PeakMemory()
 

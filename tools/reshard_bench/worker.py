@@ -1,7 +1,7 @@
 """Worker side of the benchmark: receiving by either path, and recording seconds and memory.
 
 `BenchExtension` is mixed into vLLM's worker class. Its methods return (traceback or None, value)
-and never raise, for the reason given in `WorkerExtension`.
+and never raise, because vLLM would then mix up the answers of its workers (`worker_extension`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _catch_errors(method: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 class TimingRecorder:
-    """Records seconds by kind of work for all watched functions, and which kinds are left out."""
+    """Records the seconds of all watched functions by kind of work, and excludes some kinds."""
 
     def __init__(self) -> None:
         self.wall_s: dict[str, float] = defaultdict(float)
@@ -57,20 +57,20 @@ class TimingRecorder:
         self.excluded_kinds: set[str] = set()
         self.received_bytes = 0
 
-    def watch(self, owner: Any, name: str, kind: str, instead: Callable[..., Any]) -> None:
+    def watch(self, owner: Any, name: str, kind: str, replacement: Callable[..., Any]) -> None:
         """Record a function's seconds.
 
-        While its kind is excluded, `instead` is called and recorded as "without KIND".
+        While its kind is excluded, `replacement` is called and recorded as "without KIND".
         """
         function = getattr(owner, name)
 
         @wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            out = kind in self.excluded_kinds
-            label = f"without {kind}" if out else kind
+            is_excluded = kind in self.excluded_kinds
+            label = f"without {kind}" if is_excluded else kind
             start_s, cpu_s = time.perf_counter(), time.thread_time()
             try:
-                return (instead if out else function)(*arguments, **keywords)
+                return (replacement if is_excluded else function)(*arguments, **keywords)
             finally:
                 self.wall_s[label] += time.perf_counter() - start_s
                 self.cpu_s[label] += time.thread_time() - cpu_s
@@ -88,11 +88,11 @@ class BenchExtension(WorkerExtension):
     def bench_install(self) -> None:
         """Watch packing, which both paths need, and the proof; compile the digest's kernel."""
         compile_kernel()
-        watched = set()
+        watched_ids = set()
         for module in self.weight_transfer_engine.model.modules():
             method = getattr(module, "quant_method", None)
-            if method is not None and id(method) not in watched:
-                watched.add(id(method))
+            if method is not None and id(method) not in watched_ids:
+                watched_ids.add(id(method))
                 TIMINGS.watch(method, "process_weights_after_loading", "packing", _no_op)
         place_kernel_tensors = layerwise._place_kernel_tensors
         TIMINGS.watch(
@@ -104,18 +104,18 @@ class BenchExtension(WorkerExtension):
         TIMINGS.watch(ReceivedDigests, "find_mismatches", "proof", _no_op)
         receive = TransferExecutor.receive
 
-        def counted(executor: TransferExecutor, *arguments: Any) -> Any:
+        def receive_and_count(executor: TransferExecutor, *arguments: Any) -> Any:
             report = receive(executor, *arguments)
             TIMINGS.received_bytes = report.received_bytes
             return report
 
-        TransferExecutor.receive = counted
+        TransferExecutor.receive = receive_and_count
         self._baselines: dict[str, BaselineReceiver] = {}
 
     @_catch_errors
-    def bench_spent(self) -> dict[str, Any]:
+    def bench_read_timings(self) -> dict[str, Any]:
         """Return and reset the seconds by kind, with the CPU seconds of the process."""
-        spent = {
+        timings = {
             "wall_s": dict(TIMINGS.wall_s),
             "cpu_s": dict(TIMINGS.cpu_s),
             "process_s": time.process_time(),
@@ -123,16 +123,16 @@ class BenchExtension(WorkerExtension):
         }
         TIMINGS.wall_s.clear()
         TIMINGS.cpu_s.clear()
-        return spent
+        return timings
 
     @_catch_errors
-    def bench_leave_out(self, kinds: list[str]) -> None:
-        """Leave out packing or proof from now on; without packing the served weights stay."""
+    def bench_exclude(self, kinds: list[str]) -> None:
+        """Exclude packing or proof from now on; without packing the served weights stay."""
         TIMINGS.excluded_kinds = set(kinds)
 
     @_catch_errors
     def bench_start_peak(self) -> None:
-        """Measure memory from now on, after freeing what the last session holds."""
+        """Free the memory of the last session, and measure memory from then on."""
         self.weight_transfer_engine.shutdown()
         self._peak_memory = PeakMemory()
 
@@ -207,4 +207,4 @@ def _plain_copy(
 
 
 def _no_op(*arguments: Any, **keywords: Any) -> None:
-    """Replace a function that is left out."""
+    """Replace an excluded function."""
