@@ -1,4 +1,4 @@
-"""What the rest of the program must know of an estimator or a loss: the traits it declares.
+"""Traits that estimators and losses declare for the rest of the program.
 
 An estimator is registered in `train/estimators`, a loss in `actor/training/losses.py`, and their
 traits are the arguments of the decorators. They are read from the source (`config.declarations`),
@@ -6,8 +6,8 @@ so that checks, memory estimates and the driver know them without importing torc
 hold for a user's own function, too. `AlgoConfig.estimator` and `AlgoConfig.loss_traits` return
 them; nothing else compares names of estimators or losses.
 
-To add a trait: a field here, which the decorators take at once, and what follows from it, for
-settings in `config.checks`.
+To add a trait, add a field here, which the decorators accept at once, and the code that reads it;
+checks of settings belong in `config.checks`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class EstimatorTraits:
     per_trajectory: bool = False
     """Whether it returns one advantage per trajectory; otherwise there may be one per token."""
     averages_shared_tokens: bool = False
-    """Whether a token's advantage is then the mean over the trajectories that share the token."""
+    """Whether a token gets the mean of the advantages of the trajectories that share it."""
     equal_without_kl: bool = False
     """Whether the tokens of a trajectory have equal advantages unless a KL is in the reward."""
     supports_kl_in_reward: bool = False
@@ -93,8 +93,8 @@ class LossTraits:
         return self.per_trajectory or self.needs_whole_turns or self.needs_whole_rows
 
     def __post_init__(self) -> None:
-        if taken := sorted(set(self.metrics) & set(OBJECTIVE_METRICS)):
+        if clashing := sorted(set(self.metrics) & set(OBJECTIVE_METRICS)):
             raise ValueError(
-                f"metrics has {', '.join(taken)}, expected other names than "
+                f"metrics has {', '.join(clashing)}, expected other names than "
                 f"{', '.join(OBJECTIVE_METRICS)}"
             )

@@ -93,7 +93,7 @@ class CodeSetting:
     expected: str
     """Description of the user's object, for errors."""
     default_name: str
-    """Name of the user's object if the setting has none."""
+    """Name of the user's object if the value of the setting has none."""
     arguments: tuple[str, ...]
     """Positional arguments that the function, or `method` of the class, is called with."""
     method: str = ""
@@ -113,18 +113,18 @@ class CodeSetting:
         return _read_registered(_PACKAGE_DIR / self.source, self.decorator) if self.source else {}
 
     def find(self, value: str) -> Declaration:
-        """Return the declaration of what the setting names.
+        """Return the declaration of the object that the setting names.
 
         Raises:
-            ConfigError: There is no such object in the user's file, or it cannot be called as it
-                will be, or its traits or options cannot be read.
+            ConfigError: There is no such object in the user's file, it takes other arguments, or
+                its traits or options cannot be read.
         """
         if is_user_code(value):
             return _read_user_object(self, value)
         return self.registered().get(value) or Declaration(name=value, traits={}, options={})
 
     def find_traits(self, value: str, kind: Callable[..., TraitsT]) -> TraitsT:
-        """Return the traits of what the setting names, as the keyword arguments of `kind`.
+        """Return the traits of the object that the setting names, as arguments of `kind`.
 
         Raises:
             ConfigError: Like `find`, or the decorator has other arguments.
@@ -160,14 +160,14 @@ class _UnreadableError(ValueError):
 @cache
 def _read_registered(source: Path, decorator: str) -> dict[str, Declaration]:
     """Return what the functions of a file or folder declare, by registered name."""
-    found = {}
+    declarations = {}
     for file in sorted(source.glob("*.py")) if source.is_dir() else [source]:
         for statement in _parse(file).body:
             if isinstance(statement, ast.FunctionDef):
                 for call in _find_decorators(statement, decorator):
                     name = _read_literal(call.args[0], "its name")
-                    found[name] = _read_function(statement, call, name)
-    return found
+                    declarations[name] = _read_function(statement, call, name)
+    return declarations
 
 
 @cache
@@ -206,7 +206,7 @@ def _read_definition(setting: CodeSetting, module: ast.Module, name: str) -> Dec
         return _read_function(definition, calls[-1] if calls else None, name)
     kind = "class" if setting.method else "function"
     raise _UnreadableError(
-        f"the file has no definition of a {kind} {name}, but of "
+        f"the file does not define a {kind} {name}; it defines "
         f"{', '.join(definitions) or 'nothing'}"
     )
 
@@ -217,9 +217,9 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _find_decorators(definition: Definition, decorator: str) -> Iterator[ast.Call]:
-    for one in definition.decorator_list:
-        if isinstance(one, ast.Call) and _last_name(one.func) == decorator:
-            yield one
+    for node in definition.decorator_list:
+        if isinstance(node, ast.Call) and _last_name(node.func) == decorator:
+            yield node
 
 
 def _last_name(node: ast.expr) -> str:
@@ -284,8 +284,8 @@ def _read_function(function: ast.FunctionDef, call: ast.Call | None, name: str) 
         summary=_read_summary(function),
         traits={} if call is None else _read_keywords(call),
         options={
-            one.arg: _read_option(one.arg, one.annotation, default, docs.get(one.arg, ""))
-            for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+            arg.arg: _read_option(arg.arg, arg.annotation, default, docs.get(arg.arg, ""))
+            for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
         },
     )
 
@@ -295,13 +295,13 @@ def _read_class_options(
 ) -> dict[str, Option]:
     """Return the fields of a dataclass and of its bases in the same file."""
     options: dict[str, Option] = {}
-    others = {name: one for name, one in definitions.items() if one is not definition}
+    others = {name: node for name, node in definitions.items() if node is not definition}
     for base in definition.bases:
-        above = others.get(_last_name(base))
-        if isinstance(above, ast.ClassDef):
-            options |= _read_class_options(above, others)
+        base_class = others.get(_last_name(base))
+        if isinstance(base_class, ast.ClassDef):
+            options |= _read_class_options(base_class, others)
     decorators = [
-        one.func if isinstance(one, ast.Call) else one for one in definition.decorator_list
+        node.func if isinstance(node, ast.Call) else node for node in definition.decorator_list
     ]
     if "dataclass" not in map(_last_name, decorators):
         return options
@@ -323,8 +323,8 @@ def check_keyword_function(
 ) -> None:
     """Check a user's function that is called by keyword, as far as its source shows it.
 
-    What the source does not show passes, such as a function that is imported from elsewhere or
-    changed by a decorator: the processes that load the function check it again.
+    A function that is imported from elsewhere or changed by a decorator passes without a check of
+    its arguments; the processes that load the function check it again.
 
     Args:
         reference: `FILE.py`, `FILE.py:NAME` or `package.module:NAME`.
@@ -382,15 +382,15 @@ def _mismatched_keywords(function: ast.FunctionDef, keywords: tuple[str, ...]) -
     """Return why the function cannot be called with these keywords; empty if it can."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
-    required = {one.arg for one in positional[: len(positional) - len(spec.defaults)]}
+    required = {arg.arg for arg in positional[: len(positional) - len(spec.defaults)]}
     required |= {
-        one.arg
-        for one, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+        arg.arg
+        for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
         if default is None
     }
-    accepted = {one.arg for one in (*spec.args, *spec.kwonlyargs)}
+    accepted = {arg.arg for arg in (*spec.args, *spec.kwonlyargs)}
     missing = [] if spec.kwarg else [name for name in keywords if name not in accepted]
-    other = sorted(required - set(keywords) | (required & {one.arg for one in spec.posonlyargs}))
+    other = sorted(required - set(keywords) | (required & {arg.arg for arg in spec.posonlyargs}))
     reasons = [
         f"does not accept {', '.join(missing)}" if missing else "",
         f"also needs {', '.join(other)}" if other else "",

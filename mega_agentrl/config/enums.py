@@ -133,7 +133,7 @@ class FunctionCallMatch(StrEnum):
     ast_ordered = "ast_ordered"
     """Calls are parsed and compared in order."""
     bfcl = "bfcl"
-    """As `ast`, with texts compared as BFCL does: without case, spaces and some punctuation."""
+    """Like `ast`, but texts are compared as in BFCL: without case, spaces and some punctuation."""
     string = "string"
     """Calls are compared as text."""
 

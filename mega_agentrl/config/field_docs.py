@@ -1,4 +1,4 @@
-"""Reads what the schema says of its settings: docstrings, types and defaults as text for users.
+"""Reads docstrings, types and defaults of the schema's settings as text for users.
 
 `--help` (`help_text`) and the reference of all settings (`tools/make_config_reference.py`) show it.
 """
@@ -52,8 +52,8 @@ def type_name(kind: Any) -> str:
     if origin in (list, tuple):
         return f"list of {type_name(get_args(kind)[0])}"
     if origin is dict:
-        of_values = get_args(kind)[1]
-        return "names with values" if of_values is Any else f"names with {type_name(of_values)}"
+        value_type = get_args(kind)[1]
+        return "names with values" if value_type is Any else f"names with {type_name(value_type)}"
     return "none" if kind is NoneType else getattr(kind, "__name__", str(kind))
 
 

@@ -1,9 +1,9 @@
 """The text of `python -m mega_agentrl --help [NAME ...]`.
 
 Without names it lists the usual commands, the experiments, the config groups and the sections of
-the schema; with the name of a section, group or key, what is in it with one line each. It is read
-from the docstrings of the schema and from the first comment of the yaml files, without composing a
-configuration.
+the schema. With the name of a section, group or key it describes each entry in one line. The text
+comes from the docstrings of the schema and the first comment of the yaml files; no configuration is
+composed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Usage: python -m mega_agentrl [group=option ...] [key=value ...]
   make report RUN=FOLDER                                  write the report page of a run
   make compare RUNS="FOLDER ..."                          compare runs and sweeps in a table
   python -m mega_agentrl --help optim rollout.branch      keys of these sections, one line each
-  python -m mega_agentrl --help optim.lr                  all that is said of a key
+  python -m mega_agentrl --help optim.lr                  everything about one key
   python -m mega_agentrl --hydra-help                     flags of Hydra
 
-docs/configuration.md has all keys; docs/quick_start.md is the way to a first run.
+docs/configuration.md lists all keys; docs/quick_start.md leads to a first run.
 """
 _EXPERIMENT = "experiment"
 
@@ -138,7 +138,7 @@ def _first_comment(file: Path) -> str:
 
 
 def _key_help(key: str, kind: Any, sections: dict[str, type]) -> Iterator[str]:
-    """Yield all that the schema says of a key: meaning, type, range, default and choices."""
+    """Yield everything the schema says about a key: meaning, type, range, default and choices."""
     path, _, name = key.rpartition(".")
     section = sections[path]
     yield f"{key}={format_value(getattr(section(), name))} (the default)\n"
@@ -155,9 +155,9 @@ def _key_help(key: str, kind: Any, sections: dict[str, type]) -> Iterator[str]:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    """Return a line for each name with its meaning, behind the longest name that is not too long.
+    """Return the rows as lines of two columns, the names and their meanings.
 
-    Names of more than 40 characters do not widen the column.
+    Names of more than 40 characters do not widen the first column.
     """
     rows = list(rows)
     width = max((len(name) for name, _ in rows if len(name) <= 40), default=0)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_DEPTH = 64
 """Maximum nesting of a value; recursive code has room for it on Python's stack."""
 _MAX_YAML_NODES = 100_000
-"""Maximum number of values in a yaml file, counting one that has several aliases several times."""
+"""Maximum number of values in a yaml file; a value counts once for each alias."""
 
 
 @contextmanager
@@ -116,10 +116,10 @@ def _check_size(value: Any, *, max_nodes: int) -> None:
         if depth > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         below: list[Any] = []
-        for one in level:
-            if isinstance(one, dict | list):
-                num_nodes += len(one)
+        for node in level:
+            if isinstance(node, dict | list):
+                num_nodes += len(node)
                 if num_nodes > max_nodes:
                     raise ValueError(f"more than {max_nodes} values")
-                below.extend(one.values() if isinstance(one, dict) else one)
+                below.extend(node.values() if isinstance(node, dict) else node)
         level = below

@@ -2,7 +2,7 @@
 
 The keys are those of command-line overrides and yaml files. A misspelt schema key, config group or
 option fails with the nearest known name, instead of Hydra's advice to append it. Hydra checks the
-types of values, whose errors get key and range from the schema, and the schema their ranges.
+types of values, and its errors get key and range from the schema; the schema checks the ranges.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def known_options() -> set[str]:
 
 def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
     """Return the type of every leaf by dotted key, in the order of the schema."""
-    found: dict[str, Any] = {}
+    leaf_types: dict[str, Any] = {}
     for name, kind in _field_types(schema).items():
         if is_dataclass(kind) and isinstance(kind, type):
-            found |= {f"{name}.{key}": leaf for key, leaf in known_keys(kind).items()}
+            leaf_types |= {f"{name}.{key}": leaf for key, leaf in known_keys(kind).items()}
         else:
-            found[name] = kind
-    return found
+            leaf_types[name] = kind
+    return leaf_types
 
 
 def known_sections(schema: type = TrainConfig) -> set[str]:
@@ -95,8 +95,8 @@ def setting_type(key: str) -> FieldType | None:
     for name in key.split("."):
         if kind is not None:
             kind = kind.item if kind.kind is dict else None
-        elif is_dataclass(below := _field_types(section).get(name)) and isinstance(below, type):
-            section = below
+        elif is_dataclass(hint := _field_types(section).get(name)) and isinstance(hint, type):
+            section = hint
             continue
         else:
             kind = setting_types(section).get(name)
@@ -138,7 +138,7 @@ def _suggest_names(name: str, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandLine:
-    """The arguments of `python -m mega_agentrl`, which are Hydra's."""
+    """The arguments of `python -m mega_agentrl`, as Hydra parses them."""
 
     overrides: list[str]
     """Overrides, or with `--help` the names to explain."""
@@ -151,7 +151,7 @@ class CommandLine:
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Return the arguments of `sys.argv[1:]` by meaning.
+    """Parse `sys.argv[1:]`.
 
     Exits with Hydra's usage text for an unknown flag.
     """
@@ -174,8 +174,8 @@ def check_overrides(overrides: Sequence[str], *config_dirs: Path) -> None:
 
     Args:
         overrides: `a.b=c`, `+a=c`, `++a=c`, `~a`, `group=option` or `group@package=option`.
-        config_dirs: folders with config groups, the first of which `check_yaml_keys` has checked;
-            of the others the chosen files are checked here.
+        config_dirs: folders with config groups. `check_yaml_keys` has checked the first; in the
+            others only the chosen files are checked.
     """
     parsed = [_parse_override(text) for text in overrides]
     groups: dict[str, list[str]] = {}
@@ -200,8 +200,8 @@ def _check_single_choices(overrides: Iterable[Override], groups: Mapping[str, li
         if first is not override:
             raise ValueError(
                 f"override {override.input_line!r}: the config group {group} is already chosen by "
-                f"{first.input_line!r}, expected one choice; probable cause: a script that has one "
-                "of them"
+                f"{first.input_line!r}, expected one choice; probable cause: a script that passes "
+                "one of them"
             )
 
 
@@ -280,7 +280,7 @@ def _chosen_options(override: Override) -> Iterator[str]:
 def repeated_keys(overrides: Sequence[str]) -> list[str]:
     """Return a sentence for each key that is given twice; as in Hydra the last value holds.
 
-    Scripts rely on it, which append the user's arguments to their own.
+    Scripts that append the user's arguments to their own rely on this.
     """
     last: dict[str, Override] = {}
     sentences = []
@@ -320,7 +320,7 @@ def compose_settings(overrides: Sequence[str], config_dir: Path, *other_dirs: Pa
 
 
 def _type_error(error: HydraException, overrides: Sequence[str]) -> ConfigError | None:
-    """Return the error of a value that OmegaConf cannot convert, or of a new entry without a `+`.
+    """Return the error for a value that OmegaConf cannot convert, or a new entry without a `+`.
 
     Returns None for any other error.
     """

@@ -11,7 +11,8 @@ characters, and a list or mapping at most `MAX_ITEMS` items. No text has a NUL c
 would end a path, or a character that UTF-8 cannot encode.
 
 `Section.__post_init__` checks every field. `tools/make_config_reference.py` prints the ranges. The
-options of estimators, losses and branching rules declare theirs alike (`config.declarations`).
+options of estimators, losses and branching rules declare their ranges in the same way
+(`config.declarations`).
 """
 
 from __future__ import annotations
@@ -168,13 +169,13 @@ class FieldType:
         check_range(in_range, key, value, self.expected)
         item = self.item or _ANY
         if isinstance(value, Mapping):
-            for name, one in value.items():
+            for name, entry in value.items():
                 _TEXT.check(str(name), f"{key}, name of an entry")
-                item.check(one, f"{key}.{name}", depth + 1)
+                item.check(entry, f"{key}.{name}", depth + 1)
         elif isinstance(value, list | tuple):
-            for one in value:
+            for element in value:
                 try:
-                    item.check(one, key, depth + 1)
+                    item.check(element, key, depth + 1)
                 except ConfigError as error:
                     raise ConfigError(key, value, self.expected, error.cause) from error
 
@@ -221,9 +222,9 @@ def setting_types(section: type) -> dict[str, FieldType]:
     """Return the type and range of every setting of a section, without its subsections."""
     hints = get_type_hints(section, include_extras=True)
     return {
-        one.name: parse_type(hints[one.name])
-        for one in fields(section)
-        if not is_dataclass(hints[one.name])
+        spec.name: parse_type(hints[spec.name])
+        for spec in fields(section)
+        if not is_dataclass(hints[spec.name])
     }
 
 

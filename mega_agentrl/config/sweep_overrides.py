@@ -19,18 +19,18 @@ _NO_KEYS = "defaults"
 
 def without_swept(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that have one value."""
-    return [str(one.input_line) for one in _parse(overrides) if not one.is_sweep_override()]
+    return [str(item.input_line) for item in _parse(overrides) if not item.is_sweep_override()]
 
 
 def swept_keys(overrides: Sequence[str]) -> list[str]:
     """Return the keys and config groups that have several values, in order."""
-    return [str(one.key_or_group) for one in _parse(overrides) if one.is_sweep_override()]
+    return [str(item.key_or_group) for item in _parse(overrides) if item.is_sweep_override()]
 
 
 def sweep_dir_name(overrides: Sequence[str], keys: Sequence[str], limit: int = 80) -> str:
     """Return a folder name from the values that a job of a sweep has for the swept keys.
 
-    The option of a config group stands alone if it is the only group, a number follows the last
+    The option of a config group stands alone if no other group is swept; a number follows the last
     part of its key: `arpo-seed1-lr1e-06`. The names have letters, digits and `._+-` only, so that
     they need no quotes in a shell, an override or a URL. Jobs may have equal names, because the
     number of the job precedes them.
@@ -40,7 +40,7 @@ def sweep_dir_name(overrides: Sequence[str], keys: Sequence[str], limit: int = 8
         keys: the swept keys; without any the name is `defaults`.
         limit: maximum number of characters.
     """
-    swept = {str(one.key_or_group): one.value() for one in _parse(overrides)}
+    swept = {str(item.key_or_group): item.value() for item in _parse(overrides)}
     swept = {key: value for key, value in swept.items() if key in keys}
     groups = [key for key, value in swept.items() if _is_group(key, value)]
     parts = []

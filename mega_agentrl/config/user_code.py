@@ -2,7 +2,7 @@
 
 Tools, simulated users, datasets, rewards, advantages, losses and branching rules are loaded here,
 by `importlib` and not by `hydra.utils`, which imports no files and whose errors name no setting.
-`config.declarations` reads the source of the last three before.
+Before that, `config.declarations` reads the source of advantages, losses and branching rules.
 
 A file is imported once per process and under a unique module name, so that files with equal names
 are different modules. Its folder is appended to `sys.path`, so that it can import modules beside
@@ -99,7 +99,7 @@ def load_user_object(
 def find_user_source(
     reference: str, default_name: str, *, allow_compiled: bool = False
 ) -> tuple[Path, str]:
-    """Return the source file and the name that a reference names, without importing anything.
+    """Return the source file and the object's name of a reference, without importing anything.
 
     Args:
         reference: `FILE.py`, `FILE.py:NAME` or `package.module:NAME`.

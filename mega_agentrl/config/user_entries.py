@@ -1,8 +1,8 @@
 """Yaml lists of the user's classes: `tool.user_tools_file` and `rollout.interaction_config_file`.
 
 An entry has a `class_name` (see `user_code`; a file is relative to the yaml file), optionally
-`config`, the keyword arguments of the class, and settings that only its owner knows. Every error is
-a `ConfigError` whose key has the file, the number of the entry and the key in it.
+`config`, the keyword arguments of the class, and `extra_keys` of the caller. Every error is a
+`ConfigError` whose key has the file, the number of the entry and the key in it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ class UserEntry:
         name = self.values["class_name"]
         return load_user_object(name, f"{self.key}, class_name", expected, folder=self.folder)
 
-    def construct(self, found: Any, base: type[Any], expected: str) -> Any:
+    def construct(self, user_class: Any, base: type[Any], expected: str) -> Any:
         """Return an object of the loaded class, which must be a complete subclass of `base`."""
         key, name = f"{self.key}, class_name", self.values["class_name"]
-        if not (isinstance(found, type) and issubclass(found, base)):
-            raise ConfigError(key, name, expected, f"got {found!r}")
-        if inspect.isabstract(found):
-            missing = sorted(vars(found)["__abstractmethods__"])
-            raise ConfigError(key, name, expected, f"{found.__name__} lacks the methods {missing}")
+        if not (isinstance(user_class, type) and issubclass(user_class, base)):
+            raise ConfigError(key, name, expected, f"got {user_class!r}")
+        if inspect.isabstract(user_class):
+            missing = sorted(vars(user_class)["__abstractmethods__"])
+            raise ConfigError(
+                key, name, expected, f"{user_class.__name__} lacks the methods {missing}"
+            )
         try:
-            inspect.signature(found).bind(**self.arguments)
-            return found(**self.arguments)
+            inspect.signature(user_class).bind(**self.arguments)
+            return user_class(**self.arguments)
         except Exception as error:  # the user's code may raise anything
             raise ConfigError(
                 f"{self.key}, config",
                 self.arguments,
-                f"arguments with which {found.__name__} can be created",
+                f"arguments with which {user_class.__name__} can be created",
                 f"{type(error).__name__}: {error}",
             ) from error
 
@@ -75,18 +77,18 @@ class UserEntry:
 
 
 def read_user_entries(
-    path: Path, key: str, own_keys: Sequence[str], *, head: str = ""
+    path: Path, key: str, extra_keys: Sequence[str], *, head: str = ""
 ) -> list[UserEntry]:
     """Return the entries of a yaml file in order.
 
     Args:
         path: The file.
         key: Dotted key of the setting that names it.
-        own_keys: Keys that an entry may have beside `class_name` and `config`.
+        extra_keys: Keys that an entry may have beside `class_name` and `config`.
         head: Key under which a file may also have the list.
     """
-    known = ("class_name", "config", *own_keys)
-    found = []
+    known = ("class_name", "config", *extra_keys)
+    user_entries = []
     for number, values in enumerate(_read_list(path, key, head), start=1):
         where = f"{key}={path}, entry {number}"
         is_complete = isinstance(values, dict) and isinstance(values.get("class_name"), str)
@@ -99,8 +101,8 @@ def read_user_entries(
             values.get("config"),
             "a mapping",
         )
-        found.append(UserEntry(key=where, values=values, folder=path.parent))
-    return found
+        user_entries.append(UserEntry(key=where, values=values, folder=path.parent))
+    return user_entries
 
 
 def _read_list(path: Path, key: str, head: str) -> list[Any]:

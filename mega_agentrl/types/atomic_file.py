@@ -30,7 +30,7 @@ def atomic_path(path: Path, *, fsync: bool = False) -> Iterator[Path]:
 
     Args:
         path: The file.
-        fsync: Wait for the disk, so that the same holds after the machine goes down.
+        fsync: Wait for the disk, so that readers see either file even after a machine crash.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")

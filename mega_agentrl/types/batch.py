@@ -64,7 +64,7 @@ class TrainBatch:
     """[B, T] float32 advantages."""
     importance_weight_BT: torch.Tensor | None = None
     """[B, T] float32 weight of each token's policy loss, which corrects for the difference between
-    the engine's and the policy's log-probs; None is a weight of 1 everywhere."""
+    the engine's and the policy's log-probs; None means a weight of 1 everywhere."""
     value_BT: torch.Tensor | None = None
     """[B, T] float32 values from the critic."""
     return_BT: torch.Tensor | None = None

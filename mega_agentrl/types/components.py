@@ -49,7 +49,7 @@ class Components:
     validation_prompts: Sequence[Prompt]
     """Held-out prompts of the evaluations."""
     dev_prompts: Sequence[Prompt]
-    """Prompts whose sampled success ends the warm start."""
+    """Prompts whose success rate decides when the warm start ends."""
     make_demonstration_batches: Callable[[], Callable[[int], TrainBatch]] | None
     """Opens the stream of warm-start examples at its beginning; the returned function gives the
     next batch of a given size. None without a warm start."""
@@ -65,8 +65,8 @@ class Components:
     critic: Critic | None = None
     """Critic, if the advantage estimator needs one, or None."""
     cot_marker_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Token ids that open and close the chain of thought, or None where nothing reads them."""
+    """Token ids that open and close the chain of thought, or None if nothing reads them."""
     trigger_ids: frozenset[int] | None = None
-    """Tokens after which ARES counts entropy windows; None is every token."""
+    """Tokens after which ARES counts entropy windows; None means every token."""
     monitors: Monitors = field(default_factory=Monitors)
     """Trackers, GPU and memory monitors."""

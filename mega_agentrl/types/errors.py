@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 class ToolSessionError(RuntimeError):
     """A step of a tool's life cycle (`create`, `fork`, `calc_reward`, `release`) failed.
 
-    Carries the typed outcome, as a failed call does, so that the trajectory it ends records which
-    tool failed and the metrics count it. Failed calls return their outcome and do not raise.
+    The error carries a `ToolOutcome`, from which the trajectory records the failed tool and the
+    metrics count the failure. A failed call returns its outcome instead of raising.
     """
 
     def __init__(self, outcome: ToolOutcome) -> None:
@@ -40,9 +40,9 @@ class EngineLostError(RuntimeError):
 
 
 class RunStoppedError(Exception):
-    """The run stops, because going on would hide that most of it fails.
+    """The run stops, because so much of it fails that its results would mislead.
 
-    No `RuntimeError`, which an engine or a tool may raise at the cost of one trajectory alone.
+    This is not a `RuntimeError`: engines and tools raise those, and each costs one trajectory only.
     Checkpoints stay valid.
     """
 
@@ -71,7 +71,7 @@ class FirstCallsFailedError(RunStoppedError):
         return (
             f"{self.name} ({self.source}): all of its first {self.num_calls} calls failed, "
             f"expected at least one to succeed; the last error: {self.error}{where}. Probable "
-            "cause: an error in its code, or something that it needs is missing. Mend it and start "
+            "cause: an error in its code, or something that it needs is missing. Fix it and start "
             "the same command again. rollout.max_failed_first_calls sets the number of calls (0: "
             "never stop)"
         )
@@ -108,8 +108,8 @@ class TooManyFailedError(RunStoppedError):
         return (
             f"{self.where}: {self.num_failed} of {self.num_trajectories} trajectories failed, "
             f"expected at most a share of rollout.max_failed_fraction={self.bound:g}; the first "
-            f"one: {self.reason}. Failed trajectories are in no mean{untrained}, so the numbers "
-            "would be those of the rest. Probable cause: a tool or a reward function "
-            "that fails or is too slow; logs/driver.log names each failure. Mend it and start the "
+            f"one: {self.reason}. Failed trajectories count in no mean{untrained}, so the metrics "
+            "would describe only the rest. Probable cause: a tool or a reward function "
+            "that fails or is too slow; logs/driver.log names each failure. Fix it and start the "
             "same command again, or raise the bound (1: never stop)"
         )

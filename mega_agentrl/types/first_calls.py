@@ -20,7 +20,7 @@ class FirstCalls:
     Args:
         name: what is called, for the message: `tool notes` or `reward function mine`.
         source: where its code is: a file or an import path.
-        limit: number of first calls of which one must succeed; 0 watches nothing.
+        limit: number of first calls of which one must succeed; 0 disables the check.
     """
 
     def __init__(self, name: str, source: str, limit: int) -> None:
@@ -30,7 +30,7 @@ class FirstCalls:
         self._lock = threading.Lock()
         self._num_started = 0
         self._num_first = limit
-        self._failed: set[int] = set()
+        self._failed_calls: set[int] = set()
         self._is_decided = limit == 0
 
     def start(self) -> int:
@@ -43,10 +43,10 @@ class FirstCalls:
         """Record that a call succeeded, which ends the watch."""
         with self._lock:
             self._is_decided = True
-            self._failed.clear()
+            self._failed_calls.clear()
 
     def record_no_outcome(self, call: int) -> None:
-        """Record that a call says nothing about the code; the next call decides in its place."""
+        """Record that a call neither succeeded nor failed; the next call counts in its place."""
         with self._lock:
             self._num_first += call < self._num_first
 
@@ -64,8 +64,8 @@ class FirstCalls:
         with self._lock:
             if self._is_decided:
                 return
-            self._failed.add(call)
-            num_failed = sum(failed < self._num_first for failed in self._failed)
+            self._failed_calls.add(call)
+            num_failed = sum(number < self._num_first for number in self._failed_calls)
             if num_failed < self._limit:
                 return
         raise FirstCallsFailedError(

@@ -1,4 +1,4 @@
-"""Protocols of what observes a run: metric trackers, GPU and memory monitors, rollout spans.
+"""Protocols of the monitors of a run: metric trackers, GPU and memory use.
 
 `runtime.build` opens the monitors before the run starts; the training loop reports to them or
 reads them. All of them are optional.

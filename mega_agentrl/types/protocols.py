@@ -2,8 +2,9 @@
 
 `rollout/` uses engines and tools through `Generator` and `ToolSession`. `train/` uses the trained
 models through `Policy`, `Critic` and `RewardModel`. Weights move from a `WeightSource` to a
-`WeightSink` along a plan that both sides know. State that a checkpoint must hold is `Stateful`.
-The classes that implement them live in `generator/`, `tool/`, `actor/` and `runtime/`.
+`WeightSink` along a plan that both sides know. Objects whose state belongs in a checkpoint are
+`Stateful`. The classes that implement these protocols live in `generator/`, `tool/`, `actor/` and
+`runtime/`.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class Policy(Protocol):
         """Switch to another training objective.
 
         If the new objective needs a reference policy, the current weights become the reference.
-        `algo` is an `AlgoConfig`, `temperature` that of the rollouts.
+        `algo` is an `AlgoConfig`; `temperature` is the sampling temperature of the rollouts.
         """
 
     def save_checkpoint(
@@ -289,15 +290,15 @@ class Critic(Protocol):
         """Fill `value_BT` with the value before each response token."""
 
     def update(self, batch: TrainBatch) -> UpdateStats:
-        """Run one update towards `return_BT`; needs `value_BT` of before the update."""
+        """Run one update towards `return_BT`; needs `value_BT` from before the update."""
 
     def save_checkpoint(
         self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
     ) -> None:
-        """Write a checkpoint; see `Policy.save_checkpoint`."""
+        """Write a checkpoint, with the arguments and errors of `Policy.save_checkpoint`."""
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        """Load a checkpoint; see `Policy.load_checkpoint`."""
+        """Load a checkpoint, with the result and errors of `Policy.load_checkpoint`."""
 
     def reset(self) -> None:
         """Restore the initial weights and optimizer; does nothing if they are unchanged."""
@@ -387,7 +388,7 @@ class PromptSource(Stateful, Protocol):
 
     @property
     def num_epochs(self) -> float:
-        """Prompts that are done, as a number of passes over the dataset."""
+        """Number of passes over the dataset done so far, fractions included."""
 
     @property
     def num_excluded(self) -> int:

@@ -116,7 +116,7 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the dataset row."""
     tool_schemas: tuple[Mapping[str, Any], ...] = ()
-    """Schemas of these tools as rendered by the chat template into `token_ids`."""
+    """Schemas of the offered tools, as the chat template rendered them into `token_ids`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -267,7 +267,7 @@ class BranchDecision:
     """A decision of the branch policy, including decisions not to fork; entropies in nats."""
 
     path: tuple[int, ...]
-    """Path of the trajectory that asked."""
+    """Path of the trajectory that may fork."""
     position: int
     """Number of response tokens before the possible fork, right after a tool's answer."""
     num_slots_left: int

@@ -29,7 +29,7 @@ _PLAIN_TYPES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (Mapping, dict),
     (Sequence, list),
 )
-"""What numbers, text and containers of other libraries become."""
+"""Plain type by abstract type, for values of other libraries such as NumPy numbers."""
 
 
 def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> Any:
@@ -50,7 +50,7 @@ def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> 
         if fallback is None:
             raise TypeError(
                 f"got {other!r}, expected numbers, text, enums, containers and records; probable "
-                "cause: a value that is no part of a state"
+                "cause: a value that does not belong in a saved state"
             )
         return fallback(other)
 
@@ -58,7 +58,7 @@ def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> 
 
 
 def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
-    """Restore a value from the output of `to_builtins`, or from what JSON made of it.
+    """Restore a value from the output of `to_builtins`, also after a round trip through JSON.
 
     An integer may stand for a float; nothing else is coerced. Each record must have all of its
     fields, including those with defaults, and no others.
@@ -75,7 +75,7 @@ def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
         value = msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise ValueError(
-            f"{where}: {error}; probable cause: it is damaged, or of another version"
+            f"{where}: {error}; probable cause: damaged data, or data of another version"
         ) from None
     _check_fields(value, data, where)
     return value
@@ -96,9 +96,9 @@ def _check_fields(value: Any, data: Any, where: str) -> None:
         names = {spec.name for spec in fields(value)}
         if data.keys() != names:
             raise ValueError(
-                f"{where}: got the unknown fields {sorted(data.keys() - names)} and not "
+                f"{where}: got the unknown fields {sorted(data.keys() - names)} and lacks "
                 f"{sorted(names - data.keys())}, expected all fields of {type(value).__name__}; "
-                "probable cause: it is of another version"
+                "probable cause: data of another version"
             )
         items = [(name, getattr(value, name)) for name in names]
     elif isinstance(value, Mapping):

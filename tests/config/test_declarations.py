@@ -114,8 +114,8 @@ def test_a_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     ("text", "cause"),
     [
         ("def loss(:\n", "SyntaxError: "),
-        ("loss = 3\n\n\ndef other():\n    pass\n", "definition of a function loss, but of other"),
-        ("class loss:\n    pass\n", "no definition of a function loss, but of loss"),
+        ("loss = 3\n\n\ndef other():\n    pass\n", "not define a function loss; it defines other"),
+        ("class loss:\n    pass\n", "not define a function loss; it defines loss"),
         (loss(head=""), "loss does not have the decorator register_loss"),
         (loss(arguments="logp_BT, old_logp_BT"), "arguments of loss are (logp_BT, old_logp_BT)"),
         (loss(arguments=f"{ARGUMENTS}, tau"), f"are ({ARGUMENTS}, tau)"),
@@ -154,7 +154,7 @@ def test_a_wrong_trait_is_named(own, trait, cause):
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        ("def Branching(point):\n    pass\n", "no definition of a class Branching"),
+        ("def Branching(point):\n    pass\n", "not define a class Branching"),
         ("class Branching(policy.BranchPolicy):\n    pass\n", "does not define num_forks"),
         (
             "class Branching(BranchPolicy):\n    def num_forks(self):\n        pass\n",

@@ -111,13 +111,13 @@ WHOLE = to_builtins(Outer(name="a", inner=Inner(size=1), many=(Inner(size=2),)))
         ({"many": [{"size": True, "kind": "small"}]}, "got `bool` - at `$.many[0].size`"),
         ({"many": [{"size": 1.0, "kind": "small"}]}, "got `float` - at `$.many[0].size`"),
         ({"many": [{"kind": "small"}]}, "missing required field `size` - at `$.many[0]`"),
-        ({"many": [{"size": 2}]}, "here.many.0: got the unknown fields [] and not ['kind']"),
+        ({"many": [{"size": 2}]}, "here.many.0: got the unknown fields [] and lacks ['kind']"),
         ({"inner": {"size": 1, "kind": "huge"}}, "'huge' - at `$.inner.kind`"),
         ({"inner": {"size": 13, "kind": "small"}}, "expected another size - at `$.inner`"),
         ({"records": {"b": {"size": 1, "kind": "small", "x": 0}}}, "here.records.b: got the un"),
         ({"by_name": {"b": "c"}}, "got `str` - at `$.by_name[...]`"),
         ({"pair": [1.0]}, "of length 2, got 1 - at `$.pair`"),
-        ({"nam": 1}, "here: got the unknown fields ['nam'] and not [], expected all"),
+        ({"nam": 1}, "here: got the unknown fields ['nam'] and lacks [], expected all"),
     ],
 )
 def test_errors_name_the_place_and_what_was_expected(change, said):

@@ -6,7 +6,7 @@ that nothing reads, two controllers of one coefficient. What an estimator or a l
 from its traits (`config.algorithm_traits`). Reads no file except the user's code and the trigger
 words of ARES.
 
-Unusual settings that may be intended are a `UserWarning`.
+Unusual settings that may be intended raise a `UserWarning`.
 """
 
 from __future__ import annotations

@@ -94,12 +94,12 @@ def check_run_dir(run_dir: str) -> None:
     """Raise a `ConfigError` unless the folder of the run exists or can be created."""
     path = Path(run_dir)
     # `os.path` and not `Path`, whose `exists` raises for a folder that may not be read.
-    existing = next((one for one in (path, *path.parents) if os.path.lexists(one)), Path())
+    existing = next((item for item in (path, *path.parents) if os.path.lexists(item)), Path())
     expected = "a new or existing folder in which files can be created"
     if not os.path.isdir(existing):
         raise ConfigError("run_dir", run_dir, expected, f"a mistyped path: {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
-        cause = f"{existing} is not yours to write in, or on a read-only file system"
+        cause = f"this user may not write in {existing}, or its file system is read-only"
         raise ConfigError("run_dir", run_dir, expected, cause)
 
 

@@ -1,7 +1,7 @@
 """Check lengths, groups, branching and staleness of the rollout (part of `check_config`).
 
 Settings that would violate the staleness bound or another guarantee are errors. Training on stale
-tokens without `algo.rollout_correction` is a `UserWarning`, because it may be intended.
+tokens without `algo.rollout_correction` raises a `UserWarning`, because it may be intended.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _check_minibatches(config: TrainConfig) -> None:
 
 
 def check_branching(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for a rule that cannot be used, and settings that it would ignore."""
+    """Raise a `ConfigError` for an unusable rule or for settings that the rule would ignore."""
     rollout = config.rollout
     BRANCHING_RULES.check_options(rollout.branching, rollout.branching_options)
     if rollout.branching is not Branching.released:
@@ -206,7 +206,7 @@ def check_branching(config: TrainConfig) -> None:
 
 
 def check_inference_template(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for settings that exclude trajectories whose turns are separate rows.
+    """Raise a `ConfigError` for settings that need a trajectory to be a single row.
 
     A mean over rows would weight a trajectory by its number of turns. `check_lengths` checks that
     a micro-batch holds such a row, which may be as long as the engine's context.
@@ -224,7 +224,7 @@ def check_inference_template(config: TrainConfig) -> None:
 
 
 def check_staleness(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for a setting that asynchronous rollouts or their absence exclude."""
+    """Raise a `ConfigError` for a setting that contradicts `rollout.max_staleness`."""
     staleness, in_flight = config.rollout.max_staleness, config.weight_sync.in_flight
     if not staleness:
         if in_flight:

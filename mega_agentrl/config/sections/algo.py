@@ -1,8 +1,8 @@
 """Settings of the objective (`algo.*`): advantages, losses, KL, EGPO and ARES.
 
-How to add a loss is in `actor.training.losses`, how to add an estimator in `train.estimators`; both
-can also be a file of your own (`config.user_code`). Settings that only one of them reads are its
-options, which it declares itself (`config.declarations`).
+`actor.training.losses` explains how to add a loss and `train.estimators` how to add an estimator;
+both can also be in a file of your own (`config.user_code`). Settings that only one of them reads
+are its options, which it declares itself (`config.declarations`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class AresConfig(Section, key="algo.ares"):
     """Step size of the dual ascent on the KL budget; 0 keeps the KL weights of all difficulties at
     `algo.kl_coef`."""
     min_trajectories: Annotated[int, Range(at_least=1, at_most=1_000_000)] = 8
-    """Difficulties with fewer trajectories in a step keep their controllers."""
+    """Minimum number of trajectories of a difficulty in a step to change its controllers."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

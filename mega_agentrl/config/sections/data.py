@@ -83,8 +83,8 @@ def parse_data_files(value: object, key: str) -> tuple[DataFile, ...]:
 
 
 def _parse_data_file(entry: str, key: str) -> DataFile:
-    found = _WEIGHT_RE.fullmatch(entry.strip())
-    path, weight = (found[1], float(found[2])) if found else (entry.strip(), 1.0)
+    match = _WEIGHT_RE.fullmatch(entry.strip())
+    path, weight = (match[1], float(match[2])) if match else (entry.strip(), 1.0)
     if not path or not 0 < weight <= 1000:
         raise ConfigError(
             key,
@@ -105,7 +105,7 @@ class DataConfig(Section, key="data"):
     (`s3://`, `gs://`, `hf://`, `https://`, ...), which are downloaded to a local cache.
     Required."""
     validation: Any = ""
-    """Validation files, as `data.train` but without weights; empty for no held-out evaluation."""
+    """Validation files, like `data.train` but without weights; empty for no held-out evaluation."""
     prompt_key: str = "prompt"
     """Column of the prompt: chat messages, or a string that becomes one user message."""
     reward_fn_key: str = "data_source"
@@ -120,7 +120,7 @@ class DataConfig(Section, key="data"):
     max_prompt_tokens: Annotated[int, Range(at_least=1, at_most=MAX_TOKENS, unit="tokens")] = 1024
     """Maximum length of a prompt."""
     truncation: Truncation = Truncation.error
-    """Treatment of longer prompts."""
+    """Treatment of prompts over `data.max_prompt_tokens`."""
     order: PromptOrder = PromptOrder.shuffled
     """Order of the training prompts."""
 

@@ -52,8 +52,8 @@ class ParallelConfig(Section, key="parallel"):
     """Shard master weights and optimizer moments over the data ranks instead of replicating
     them."""
     recompute: Recompute = Recompute.none
-    """Activations that are computed again in the backward pass, which saves memory and costs time;
-    also of the critic."""
+    """Activations of policy and critic that are computed again in the backward pass, which saves
+    memory and costs time."""
 
     @property
     def world_size(self) -> int:
@@ -112,8 +112,8 @@ class BatchConfig(Section, key="batch"):
     """How rollouts become the rows that the policy trains on."""
 
     trees: bool = True
-    """Compute tokens that the trajectories of a prompt share, its prompt and what comes before a
-    fork, once instead of once for each; same loss and gradients, less time and memory."""
+    """Compute tokens that trajectories share (the prompt, and everything before a fork) once
+    instead of once per trajectory: less time and memory for the same loss and gradients."""
 
 
 @dataclass

@@ -34,9 +34,9 @@ class RewardModelConfig(Section, key="reward.model"):
     path_or_url: str = ""
     """Folder of a Hugging Face checkpoint with a score head, which Megatron serves beside the
     policy; or the URL of an OpenAI-compatible server (`http://host:8000/v1`), whose answer is
-    parsed as a number. Required with the part."""
+    parsed as a number. Required if a rubric has the part."""
     served_model_name: str = ""
-    """Name of the model on that server; required with a URL."""
+    """Name of the model on the server; required with a URL."""
     api_key_env: str = ""
     """Environment variable that holds the server's API key; empty for none."""
 
@@ -68,9 +68,9 @@ class RewardConfig(Section, key="reward"):
         dict[str, dict[str, float]], Range(at_least=-1_000_000, at_most=1_000_000)
     ] = field(default_factory=dict)
     """Weight of each part by data source; `default` applies to all other sources
-    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). If empty, `function_call` for data sources of
-    function calls and `arpo` for all others. The first part of a source decides whether an answer
-    is correct."""
+    (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). If empty, data sources of function calls use
+    `function_call` and all others `arpo`. The first part of a source decides whether an answer is
+    correct."""
     functions: dict[str, str] = field(default_factory=dict)
     """User functions by part name (`+reward.functions.mine=/folder/file.py:compute_score`, or
     `package.module:compute_score`)."""
@@ -83,7 +83,7 @@ class RewardConfig(Section, key="reward"):
     timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 30.0
     """Timeout of a call of a user function or of the reward model."""
     worker_env_vars: list[str] = field(default_factory=list)
-    """Environment variables that these processes may see."""
+    """Environment variables that the processes of user functions may see."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     """The reward model."""
 

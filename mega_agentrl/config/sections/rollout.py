@@ -57,7 +57,7 @@ class BranchConfig(Section, key="rollout.branch"):
     num_probe_tokens: Annotated[int, Range(at_least=0, at_most=MAX_TOKENS, unit="tokens")] = 20
     """Tokens sampled after a tool's answer whose mean entropy in nats is H; 0 never forks."""
     after_user_messages: bool = False
-    """Ask also after a message of the simulated user, which is an answer like a tool's."""
+    """Also fork after messages of the simulated user, by the same rule as after tool answers."""
     initial_rollouts: Annotated[int | None, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = None
     """Roots per prompt, N in ARPO; null is half of `rollout.group_size`, or, with aepo, a number
     computed from a first monitored root."""
@@ -120,9 +120,9 @@ class RolloutConfig(GroupSelectionConfig):
     group_size: Annotated[int, Range(at_least=1, at_most=MAX_GROUP_SIZE)] = 8
     """Trajectories per prompt, M in ARPO."""
     branching: str = "after_result"
-    """Rule that decides where a trajectory forks: none, after_result (ARPO's paper), aepo (which
-    penalizes consecutive forks), released (ARPO's published code), or a user class:
-    `package.module:Class` or `/folder/file.py:Class`."""
+    """Rule that decides where a trajectory forks: none, after_result (ARPO's paper), aepo, at2po,
+    appo, released (ARPO's published code), or a user class: `package.module:Class` or
+    `/folder/file.py:Class`."""
     branching_options: dict[str, Any] = field(default_factory=dict)
     """Values for options of a user's rule in place of their defaults."""
     branch: BranchConfig = field(default_factory=BranchConfig)
@@ -167,7 +167,7 @@ class RolloutConfig(GroupSelectionConfig):
             not self.branch.entropy_estimate_top_k or self.temperature == 1,
             "rollout.branch.entropy_estimate_top_k",
             self.branch.entropy_estimate_top_k,
-            f"0 unless rollout.temperature={self.temperature} is 1, at which the engine lists them",
+            f"0 with rollout.temperature={self.temperature}: engines list log-probs at 1 only",
         )
         limit_s = self.trajectory_timeout_s
         check_range(

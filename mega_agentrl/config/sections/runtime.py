@@ -30,7 +30,7 @@ class EngineConfig(Section, key="engine"):
 
 @dataclass
 class EvaluateConfig(Section, key="evaluate"):
-    """Held-out evaluation on `data.validation` before, during and after RL; none without it."""
+    """Held-out evaluation on `data.validation`, if set, before, during and after RL."""
 
     every_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """RL steps between evaluations; 0 evaluates only before and after RL."""
@@ -72,9 +72,10 @@ class WeightSyncConfig(Section, key="weight_sync"):
     transport: TransportKind = TransportKind.auto
     """Transport between ranks; any value but auto must connect all ranks that exchange weights."""
     in_flight: bool = False
-    """Send the weights while requests are running, with `rollout.max_staleness` of at least 1: they
-    are held meanwhile and go on with the new weights, each token with the version that sampled it.
-    Otherwise a step waits for the running requests, or interrupts them."""
+    """Send the weights while requests are running; needs `rollout.max_staleness` of at least 1. The
+    engines hold the requests during the transfer and continue them with the new weights; each token
+    records the version that sampled it. Otherwise a step waits for the requests or interrupts
+    them."""
 
 
 @dataclass
@@ -83,7 +84,7 @@ class ReportConfig(Section, key="report"):
 
     save_trees_every_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """RL steps between writes of a step's rollout trees to `rollouts/` (about 40 bytes per token);
-    those of the last step and of the evaluations are then written, too. 0 writes none."""
+    the trees of the last step and of evaluations are then written, too. 0 writes none."""
     trackers: list[TrackerName] = field(default_factory=lambda: [TrackerName.tensorboard])
     """Metrics backends beside `metrics.jsonl`."""
     prometheus_port: Annotated[int, Range(at_least=0, at_most=65535)] = 0
@@ -97,7 +98,7 @@ class ReportConfig(Section, key="report"):
     profile_steps: Annotated[list[int], Range(at_least=1, at_most=MAX_STEPS)] = field(
         default_factory=list
     )
-    """RL steps, 1 is the first, whose log-prob pass and update are profiled on the policy's rank
+    """RL steps, counted from 1, whose log-prob pass and update are profiled on the policy's rank
     0."""
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class PythonToolConfig(Section, key="tool.python"):
 
     @property
     def total_memory_mib(self) -> int:
-        """Memory limit of a whole sandbox: some of its 64 processes at their limit, not all."""
+        """Memory limit of a whole sandbox, too low for all 64 processes to reach their own."""
         return 4 * self.memory_limit_mib
 
 

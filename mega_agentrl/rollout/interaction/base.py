@@ -100,8 +100,8 @@ class Interaction(ABC):
 def load_interactions(path: str | Path) -> list[Interaction]:
     """Load the interactions of a yaml file, in order; raise `ValueError` if it is invalid."""
     key, path = "rollout.interaction_config_file", Path(path)
-    own_keys = ("name", "timeout_s", "max_turns")
-    entries = read_user_entries(path, key, own_keys, head="interaction")  # verl's file format
+    extra_keys = ("name", "timeout_s", "max_turns")
+    entries = read_user_entries(path, key, extra_keys, head="interaction")  # verl's file format
     loaded = [_make_interaction(entry) for entry in entries]
     names = [interaction.name for interaction in loaded]
     if len(set(names)) != len(names):
