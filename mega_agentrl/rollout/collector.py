@@ -95,7 +95,7 @@ def check_prompt_lengths(prompts: Sequence[Prompt], max_model_len: int) -> None:
 
 
 def unwrap_exception_group(errors: ExceptionGroup[Exception]) -> Exception:
-    """Return the first exception that is no group; groups nest as deep as the tasks do."""
+    """Return the first exception that is not a group; groups nest as deeply as the tasks."""
     error: Exception = errors
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]

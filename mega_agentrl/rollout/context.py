@@ -54,7 +54,7 @@ class RolloutContext:
     tree_store: TreeStore | None = None
     """Store of finished trees, from which a restarted run restores them."""
     max_version_lag: int = 0
-    """Maximum weight versions by which tokens of a restored tree may lag behind the engine."""
+    """Maximum lag of tokens of a restored tree behind the engine, in weight versions."""
 
     @property
     def is_lockstep(self) -> bool:

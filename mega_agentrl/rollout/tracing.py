@@ -51,8 +51,8 @@ class RolloutSpans:
 
     def start_trajectory(self, name: str, attributes: Attributes, parent: str | None) -> Span:
         """Start the span of a trajectory, inside of the span of its parent if it is a fork."""
-        above = None if parent is None else self._open_spans.get(parent)
-        context = None if above is None else set_span_in_context(above)
+        parent_span = None if parent is None else self._open_spans.get(parent)
+        context = None if parent_span is None else set_span_in_context(parent_span)
         span = self.tracer.start_span("trajectory", context=context, attributes=attributes)
         self._open_spans[name] = span
         return span
@@ -231,9 +231,9 @@ class TrajectorySpans:
     ) -> None:
         """Add a completed span inside of the turn or, between turns, of the trajectory."""
         assert self._spans is not None and self._span is not None
-        above: Context = set_span_in_context(self._turn_span or self._span)
+        parent_context: Context = set_span_in_context(self._turn_span or self._span)
         span = self._spans.tracer.start_span(
-            kind, context=above, attributes=attributes, start_time=start_ns
+            kind, context=parent_context, attributes=attributes, start_time=start_ns
         )
         if error is not None:
             span.set_status(StatusCode.ERROR, f"{type(error).__name__}: {error}")

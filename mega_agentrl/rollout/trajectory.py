@@ -181,7 +181,7 @@ class TrajectoryRunner:
             await self._release_sessions(snapshot.tool_session, snapshot.user_session)
 
     async def fork_ended(self, position: int, budget: ForkBudget) -> None:
-        """Start a path that leaves this one, which has ended, at or after the start of a turn.
+        """Start a path that branches off this ended one, at or after the start of a turn.
 
         Nothing starts if tools or user could not be copied at this turn.
 
@@ -203,7 +203,7 @@ class TrajectoryRunner:
             token_buffer=self._token_buffer.prefix(position),
             tool_session=session,
             user_session=user,
-            deadline_s=None,  # of a path that has ended
+            deadline_s=None,  # the saved deadline is that of the ended path
         )
         self._start_fork(copied, budget)
 
@@ -309,8 +309,8 @@ class TrajectoryRunner:
         if self._turn_generator.num_tokens_left < 1:
             return FinishReason.length, ""
         num_probe_tokens = self._num_probe_tokens(start)
-        if self._context.policy.expansion_rounds:
-            await self._keep_turn_start(start)
+        if self._context.policy.num_expansion_rounds:
+            await self._save_turn_start(start)
         if num_probe_tokens:
             finish = await self._generate_turn_with_probe(start, num_probe_tokens)
         elif start < len(self._token_buffer):
@@ -351,7 +351,7 @@ class TrajectoryRunner:
         ):
             self._start_fork(await self._copy_state(start), budget)
 
-    async def _keep_turn_start(self, start: int) -> None:
+    async def _save_turn_start(self, start: int) -> None:
         """Copy the state at the start of a turn for `fork_ended`."""
         if self._user_session is not None and not self._user_session.can_fork:
             return
@@ -363,7 +363,7 @@ class TrajectoryRunner:
             self._turn_starts[start] = snapshot
 
     async def _copy_state(self, start: int) -> ForkSnapshot:
-        """Return the state at token `start`, where the tools and the user are now."""
+        """Return the state at token `start`; tools and user must be in their state there."""
         assert self._tool_session is not None
         copies = fork_sessions(self._tool_session, self._user_session, self.trajectory_id)
         session, user = await self._spans.trace_wait("fork", copies)
@@ -406,17 +406,18 @@ class TrajectoryRunner:
         if self._token_buffer.num_assistant_turns >= config.max_turns:
             return StopReason.turn_limit
         self.state = TrajectoryState.tool_calling
-        stops = config.on_invalid_call is InvalidCallAction.stop
-        if stops and (invalid := [call for call in calls if isinstance(call, InvalidToolCall)]):
+        stops_on_invalid = config.on_invalid_call is InvalidCallAction.stop
+        invalid = [call for call in calls if isinstance(call, InvalidToolCall)]
+        if stops_on_invalid and invalid:
             calls = invalid[:1]
-        fitting = calls[: config.max_tool_calls - self._num_calls]
-        self._num_calls += len(fitting)
-        outcomes = await run_tool_calls(session, fitting, self._spans)
+        permitted = calls[: config.max_tool_calls - self._num_calls]
+        self._num_calls += len(permitted)
+        outcomes = await run_tool_calls(session, permitted, self._spans)
         outcomes += [
-            call_limit_outcome(call, config.max_tool_calls) for call in calls[len(fitting) :]
+            call_limit_outcome(call, config.max_tool_calls) for call in calls[len(permitted) :]
         ]
         failed = any(outcome.status is ToolStatus.infra_error for outcome in outcomes)
-        if failed or (stops and any(outcome.is_invalid_call for outcome in outcomes)):
+        if failed or (stops_on_invalid and any(outcome.is_invalid_call for outcome in outcomes)):
             writer.write_hidden_outcomes(outcomes)
             return StopReason.tool_failure if failed else StopReason.invalid_call
         if not writer.write_tool_answers(outcomes, ended=finish is FinishReason.eos):

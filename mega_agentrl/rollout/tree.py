@@ -46,8 +46,8 @@ async def sample_tree(
         await tree.run_roots(make_root_budgets(context.config.branch.fork_budget, slots))
         num_planned = len(slots) + (monitored is not None)
         num_left = num_trajectories - len(tree.tasks)
-        if policy.expansion_rounds:
-            for num_forks in split_evenly(num_left, policy.expansion_rounds):
+        if policy.num_expansion_rounds:
+            for num_forks in split_evenly(num_left, policy.num_expansion_rounds):
                 await tree.expand(num_forks)
         num_missing = num_trajectories - len(tree.tasks)
         await tree.run_roots([PathBudget(0)] * num_missing)
@@ -92,11 +92,11 @@ class _TreeSampler:
                 self._start_root(budget)
 
     async def expand(self, num_forks: int) -> None:
-        """Run up to `num_forks` paths from turns of the paths so far, and their forks, to the end.
+        """Run up to `num_forks` paths that branch off ended ones, and their forks, to the end.
 
-        Where a turn has no copy of its tools and user, no path starts.
+        No path starts at a turn without a copy of its tools and user.
         """
-        ended = sorted((task.result() for task in self.tasks), key=lambda one: one.path)
+        ended = sorted((task.result() for task in self.tasks), key=lambda item: item.path)
         runners = {runner.path: runner for runner in self.runners}
         async with asyncio.TaskGroup() as self._group:
             for path, position in self._context.policy.choose_expansions(ended, num_forks):

@@ -48,7 +48,7 @@ class ForkDecider:
         self._budget = budget
 
     def num_probe_tokens(self, position: int, previous_role: Role) -> int:
-        """Return how many tokens to sample before `decide` at the start of a turn; 0: do not ask.
+        """Return how many tokens to sample before `decide` at the start of a turn; 0 skips it.
 
         Args:
             position: Number of response tokens before the turn.

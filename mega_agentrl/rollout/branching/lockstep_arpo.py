@@ -143,18 +143,18 @@ class LockstepArpoRollout:
         baseline = self._baselines[path.trajectory_index]
         probability, weight = config.alpha, config.beta
         delta, u = entropy - baseline, self._draw_uniform(path)
-        forks = released_should_branch(
+        should_fork = released_should_branch(
             u, delta, branch_probability=probability, entropy_weight=weight
         )
-        share = min(max(probability + weight * delta, 0.0), 1.0)
+        clamped = min(max(probability + weight * delta, 0.0), 1.0)
         return BranchDecision(
             path=path.path,
             position=len(path.token_buffer),
             num_slots_left=self._num_missing(path.prompt_index),
             baseline_entropy=baseline,
             probe_entropies=(entropy,),
-            num_forks=int(forks),
-            probability=1.0 if probability >= 1 else share,
+            num_forks=int(should_fork),
+            probability=1.0 if probability >= 1 else clamped,
             threshold=u,
         )
 

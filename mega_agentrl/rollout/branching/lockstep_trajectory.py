@@ -269,9 +269,9 @@ class LockstepTrajectory:
 
 def truncate_buffer(buffer: TokenBuffer, length: int, codec: TextCodec) -> TokenBuffer:
     """Return the first `length` tokens; turns beyond that end are cut and may become empty."""
-    short = buffer.prefix(length)
-    for turn in buffer.turns[len(short.turns) :]:
+    truncated = buffer.prefix(length)
+    for turn in buffer.turns[len(truncated.turns) :]:
         start, stop = min(turn.start, length), min(turn.stop, length)
         text = codec.decode(buffer.token_ids[start:stop])
-        short.turns.append(replace(turn, start=start, stop=stop, text=text))
-    return short
+        truncated.turns.append(replace(turn, start=start, stop=stop, text=text))
+    return truncated

@@ -9,8 +9,8 @@ at the end (see `rollout.tree`).
 A rule answers two questions: where to ask (`BranchPolicy.asks_at`, by default at every turn after
 a tool answer), and how many forks to make there (`BranchPolicy.num_forks`). In between the
 trajectory samples a probe of k = `rollout.branch.num_probe_tokens` tokens; 0 never asks. Policies
-only decide; the trajectory probes and forks. Or a rule chooses among positions of paths that have
-ended (`BranchPolicy.choose_expansions`), and the tree starts the forks.
+only decide; the trajectory probes and forks. Alternatively, a rule chooses among positions of paths
+that have ended (`BranchPolicy.choose_expansions`), and the tree starts the forks.
 `rollout.branching=released` runs in lock-step without a policy (see `lockstep_arpo`).
 
 A rule is a subclass of `BranchPolicy` with `num_forks` and, if it asks elsewhere, `asks_at`. It can
@@ -81,7 +81,7 @@ class ForkPoint:
     probe_entropies: Sequence[float]
     """Exact entropies of the tokens sampled after the position, nats."""
     num_consecutive_forks: int = 0
-    """Most recent consecutive decisions on the path from the root that forked."""
+    """Number of most recent consecutive decisions on the path from the root that forked."""
 
 
 class Expansion(NamedTuple):
@@ -90,7 +90,7 @@ class Expansion(NamedTuple):
     path: tuple[int, ...]
     """The path that got there first; () for a fresh root."""
     position: int
-    """Number of response tokens before it: at the start of an assistant's turn, or in one."""
+    """Number of response tokens before it; at the start of an assistant turn, or inside one."""
 
 
 class ForkBudget(Protocol):
@@ -130,7 +130,7 @@ class SharedBudget:
 
 @dataclass(frozen=True)
 class BranchPolicy(ABC):
-    """Base class of the rules: ARPO's roots, slots and baseline, and no forks of its own.
+    """Base class of branching rules, with the roots, slots and baseline of ARPO.
 
     A policy has no state that depends on the order of calls. Members are listed in the order in
     which a tree uses them.
@@ -183,10 +183,11 @@ class BranchPolicy(ABC):
         return role is Role.tool or (role is Role.user and self.config.after_user_messages)
 
     @property
-    def expansion_rounds(self) -> int:
-        """Rounds of forks from paths that have ended, for which turns keep a copy of their tools.
+    def num_expansion_rounds(self) -> int:
+        """Number of rounds of forks from paths that have ended.
 
-        With more than 0 the slots that `fork_slots` leaves out are used by `choose_expansions`.
+        Above 0, turns keep a copy of their tools, and `choose_expansions` uses the slots that
+        `fork_slots` leaves out.
         """
         return 0
 
@@ -246,21 +247,21 @@ def load_user_branching(reference: str) -> type[BranchPolicy]:
     """
     key, expected = BRANCHING_RULES.key, BRANCHING_RULES.expected
     default_name = BRANCHING_RULES.default_name
-    found = load_user_object(reference, key, expected, default_name=default_name)
-    if not (isinstance(found, type) and issubclass(found, BranchPolicy)):
-        raise ConfigError(key, reference, expected, f"got {found!r}")
-    if inspect.isabstract(found):
-        raise ConfigError(key, reference, expected, f"{found.__name__} does not define num_forks")
-    return found
+    rule = load_user_object(reference, key, expected, default_name=default_name)
+    if not (isinstance(rule, type) and issubclass(rule, BranchPolicy)):
+        raise ConfigError(key, reference, expected, f"got {rule!r}")
+    if inspect.isabstract(rule):
+        raise ConfigError(key, reference, expected, f"{rule.__name__} does not define num_forks")
+    return rule
 
 
 @register_branch_policy(Branching.none, Branching.released)
 class NoBranching(BranchPolicy):
-    """Never asks: independent trajectories."""
+    """No branching: all trajectories are independent."""
 
     @property
     def num_probe_tokens(self) -> int:
-        """0: forks are never asked for."""
+        """0: the policy never asks."""
         return 0
 
     def num_forks(self, point: ForkPoint) -> int:
@@ -314,8 +315,8 @@ class AepoBranching(ArpoBranching):
 
     **Penalty on consecutive forks.** P = (alpha + beta * dH) * max(0, 1 - penalty * l) > tau,
     where l is the number of most recent consecutive decisions on the path from the root that
-    forked. Forks inherit l. (The released code counts per prompt and round, which a tree without
-    rounds lacks.)
+    forked. Forks inherit l. (The released code counts per prompt and round; this tree has no
+    rounds.)
     """
 
     def needs_monitor_root(self, num_trajectories: int) -> bool:
@@ -334,8 +335,8 @@ class AepoBranching(ArpoBranching):
             num_roots = num_configured_roots(self.config, num_trajectories)
         else:
             num_roots = initial_rollouts(num_trajectories, h_root, h_tool)
-        more = max(1, num_roots - 1)
-        return split_evenly(num_trajectories - 1 - more, more)
+        num_remaining = max(1, num_roots - 1)
+        return split_evenly(num_trajectories - 1 - num_remaining, num_remaining)
 
     def probability(self, point: ForkPoint) -> float | None:
         """Return the penalized P, or None with too few probed tokens."""
@@ -368,8 +369,8 @@ class ExpandingBranching(NoBranching, ABC):
 
     @property
     @abstractmethod
-    def expansion_rounds(self) -> int:
-        """Rounds of forks, at least 1."""
+    def num_expansion_rounds(self) -> int:
+        """Number of rounds of forks, at least 1."""
 
     @abstractmethod
     def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
@@ -381,34 +382,36 @@ class At2poBranching(ExpandingBranching):
     """AT2PO's rule (arXiv 2601.04767): sample the turns of highest entropy anew.
 
     N roots run to their end. Then, in each of a few rounds, the turns with the highest score get
-    another path, which leaves before the turn:
+    another path, which branches off before the turn:
 
         mean entropy of the turn - sibling_penalty * number of its siblings
 
-    Siblings are the other turns that were sampled from the same state; all first turns of the roots
-    are. As in the code released with the paper, a path's last turn is not sampled anew, a first
-    turn becomes a fresh root, and turns are chosen again if there are fewer than forks. The paper
-    estimates the entropy from the log-probs of the turn's tokens; here it is exact.
+    Siblings are the other turns that were sampled from the same state, for example the first turns
+    of all roots. As in the code released with the paper, a path's last turn is not sampled anew, a
+    first turn becomes a fresh root, and turns are chosen again if there are fewer than forks. The
+    paper estimates the entropy from the log-probs of the turn's tokens; here it is exact.
     """
 
     @property
-    def expansion_rounds(self) -> int:
+    def num_expansion_rounds(self) -> int:
         """`rollout.branch.num_expansion_rounds`."""
         return self.config.num_expansion_rounds
 
     def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
         """Return where the turns with the highest scores start; equal ones in path order."""
-        by_path = {one.path: one for one in ended}
+        by_path = {trajectory.path: trajectory for trajectory in ended}
         num_turns: Counter[Expansion] = Counter()
         turns: list[tuple[float, Expansion]] = []
-        for one in ended:
-            for turn in one.turns:
-                if turn.role is not Role.assistant or not one.fork_len <= turn.start < turn.stop:
+        for trajectory in ended:
+            for turn in trajectory.turns:
+                is_new_turn = trajectory.fork_len <= turn.start < turn.stop
+                if turn.role is not Role.assistant or not is_new_turn:
                     continue
-                state = _find_state(one.path, turn.start, by_path)
+                state = _find_state(trajectory.path, turn.start, by_path)
                 num_turns[state] += 1
-                if not one.failed and turn.index < len(one.turns) - 1:
-                    turns.append((fmean(one.entropies[turn.start : turn.stop]), state))
+                if not trajectory.failed and turn.index < len(trajectory.turns) - 1:
+                    entropy = fmean(trajectory.entropies[turn.start : turn.stop])
+                    turns.append((entropy, state))
         penalty = self.config.sibling_penalty
         turns.sort(key=lambda turn: penalty * (num_turns[turn[1]] - 1) - turn[0])
         return [state for _, state in islice(cycle(turns), num_forks)]
@@ -419,34 +422,34 @@ class AppoBranching(ExpandingBranching):
     """APPO's rule (arXiv 2606.12384): sample the tokens of highest score anew, anywhere in a turn.
 
     N roots run to their end. Then the tokens with the highest scores get another path each, which
-    leaves before the token. The score is the entropy, in standard deviations above the mean over
-    the path's sampled tokens; others than those above the mean are not chosen.
+    branches off before the token. The score is the entropy, in standard deviations above the mean
+    over the path's sampled tokens; only tokens above the mean are chosen.
 
     The paper multiplies by a standardised "future value". Before rewards are known there is none;
     the released code takes the mismatch of engine and trainer (`algo.appo`), and without the
     trainer's log-probs the entropy alone, as here. It keeps the token of high entropy in the fork;
-    here that token is what is sampled anew.
+    here that token itself is sampled anew.
     """
 
     @property
-    def expansion_rounds(self) -> int:
+    def num_expansion_rounds(self) -> int:
         """1: all positions are chosen from the roots."""
         return 1
 
     def choose_expansions(self, ended: Sequence[Trajectory], num_forks: int) -> Sequence[Expansion]:
         """Return the positions of the tokens with the highest scores, equal ones in path order."""
-        by_path = {one.path: one for one in ended}
+        by_path = {trajectory.path: trajectory for trajectory in ended}
         tokens: list[tuple[float, Expansion]] = []
-        for one in ended:
-            own = range(one.fork_len, len(one.loss_mask))
-            sampled = [index for index in own if one.loss_mask[index]]
-            if one.failed or not sampled:
+        for trajectory in ended:
+            indices = range(trajectory.fork_len, len(trajectory.loss_mask))
+            sampled = [index for index in indices if trajectory.loss_mask[index]]
+            if trajectory.failed or not sampled:
                 continue
-            mean = fmean(one.entropies[index] for index in sampled)
-            excess = [one.entropies[index] - mean for index in sampled]
+            mean = fmean(trajectory.entropies[index] for index in sampled)
+            excess = [trajectory.entropies[index] - mean for index in sampled]
             spread = math.sqrt(fmean(value * value for value in excess))
             tokens += [
-                (value / spread, _find_state(one.path, index, by_path))
+                (value / spread, _find_state(trajectory.path, index, by_path))
                 for index, value in zip(sampled, excess, strict=True)
                 if value > 0
             ]
@@ -457,7 +460,7 @@ class AppoBranching(ExpandingBranching):
 def _find_state(
     path: tuple[int, ...], position: int, by_path: Mapping[tuple[int, ...], Trajectory]
 ) -> Expansion:
-    """Return the state after `position` tokens, as one of the path that was there first."""
+    """Return the position as an `Expansion` of the path that reached it first."""
     while len(path) > 1 and position <= by_path[path].fork_len:
         path = path[:-1]
     return Expansion(path if position else (), position)

@@ -88,13 +88,13 @@ def template_drift(
     if mode is TemplateCheck.off:
         return ""
     messages = build_messages(prompt, turns, in_chat=in_chat)
-    ended = messages[-1]["role"] == "assistant"
-    whole = codec.apply_chat_template(
-        messages, prompt.tool_schemas or None, add_generation_prompt=not ended
+    ends_in_assistant_turn = messages[-1]["role"] == "assistant"
+    rendered_ids = codec.apply_chat_template(
+        messages, prompt.tool_schemas or None, add_generation_prompt=not ends_in_assistant_turn
     )
-    expected = codec.decode_with_special_tokens(whole)
+    expected = codec.decode_with_special_tokens(rendered_ids)
     got = codec.decode_with_special_tokens((*prompt.token_ids, *token_ids))
-    end = codec.turn_end_text if ended else ""
+    end = codec.turn_end_text if ends_in_assistant_turn else ""
     if mode is TemplateCheck.ignore_strippable:
         expected, got, end = ("".join(text.split()) for text in (expected, got, end))
     expected = _trim_end_text(expected, got, end)

@@ -27,7 +27,7 @@ NOT_RUN = "Not run: "
 """Beginning of the answer to a call beyond the limit of calls."""
 
 MAX_CHARS_PER_TOKEN = 64
-"""Upper bound of the mean; longer answers are truncated before they are tokenized."""
+"""Upper bound of the mean length of a token; longer answers are truncated before tokenization."""
 
 
 async def run_tool_calls(

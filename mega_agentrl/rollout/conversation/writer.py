@@ -71,12 +71,12 @@ class ConversationWriter:
         if not self._context.tools.uses_tool_messages:
             return self._write_turns(Role.tool, outcomes, self._encode_inline)
 
-        def in_chat(shown: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
+        def encode_as_messages(shown: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
             texts = [self._context.tools.render_outcome(outcome) for outcome in shown]
             pairs = zip(shown, texts, strict=True)
             return self._encode_next_turn([tool_message(*pair) for pair in pairs], ended), texts
 
-        return self._write_turns(Role.tool, outcomes, in_chat)
+        return self._write_turns(Role.tool, outcomes, encode_as_messages)
 
     def write_user_message(self, outcome: ToolOutcome) -> bool:
         """Append the user's message.
@@ -85,11 +85,11 @@ class ConversationWriter:
             False if it does not fit; the outcome is then recorded without tokens.
         """
 
-        def as_message(shown: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
+        def encode_as_message(shown: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
             text = shown[0].answer
             return self._encode_next_turn([user_message(text)], ended=True), [text]
 
-        return self._write_turns(Role.user, [outcome], as_message)
+        return self._write_turns(Role.user, [outcome], encode_as_message)
 
     def write_hidden_outcomes(
         self, outcomes: Sequence[ToolOutcome], role: Role = Role.tool

@@ -4,8 +4,8 @@ An assistant turn takes one or more requests, for example a probe and the rest. 
 appended to the token buffer. No request asks for more tokens than are left of the trajectory's
 budget and of the engine's context length. Cancellation aborts the running request.
 
-The seed of a request is a hash of (run seed, step, prompt key, tree path, turn, part). A tree
-therefore depends neither on scheduling nor on other prompts nor on the process.
+The seed of a request is a hash of run seed, step, prompt key, tree path, turn, and index of the
+request in the turn. A tree therefore does not depend on scheduling, other prompts or the process.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class TurnGenerator:
         turn = len(self._token_buffer.turns)
         if turn != self._turn:
             self._turn, self._num_requests_in_turn = turn, 0
-        part = self._num_requests_in_turn
+        index = self._num_requests_in_turn
         self._num_requests_in_turn += 1
-        seed = request_seed(context.seed, context.step, self._prompt_key, self._path, turn, part)
+        seed = request_seed(context.seed, context.step, self._prompt_key, self._path, turn, index)
         request = GenerateRequest(
-            request_id=f"{self.trajectory_id}/{turn}.{part}",
+            request_id=f"{self.trajectory_id}/{turn}.{index}",
             token_ids=self._context_ids(),
             max_tokens=max_tokens,
             temperature=context.temperature,
@@ -213,14 +213,14 @@ def pad_top_logps(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:
 
 
 def request_seed(
-    seed: int, step: int | str, prompt_key: str, path: tuple[int, ...], turn: int, part: int
+    seed: int, step: int | str, prompt_key: str, path: tuple[int, ...], turn: int, index: int
 ) -> int:
     """Return the seed of a request, in [0, 2^63), from the run's seed.
 
-    `step` is the name of the pass, and `part` the index of the request in its turn: a turn with a
-    probe takes several requests.
+    `step` is the name of the pass, and `index` that of the request in its turn: a turn with a probe
+    takes several requests.
     """
-    return _hash_to_seed(seed, step, prompt_key, path, turn, part)
+    return _hash_to_seed(seed, step, prompt_key, path, turn, index)
 
 
 def continuation_seed(seed: int, num_tokens: int) -> int:
@@ -228,6 +228,6 @@ def continuation_seed(seed: int, num_tokens: int) -> int:
     return _hash_to_seed(seed, num_tokens)
 
 
-def _hash_to_seed(*where: object) -> int:
-    digest = hashlib.blake2b(repr(where).encode(), digest_size=8).digest()
+def _hash_to_seed(*key: object) -> int:
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

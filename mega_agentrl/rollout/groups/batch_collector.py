@@ -134,7 +134,7 @@ class RolloutBatch:
 class RolloutCollector:
     """Collects the groups of each step, and holds those that are carried over to the next.
 
-    `context` is that of every step, apart from its `step`; a batch has `num_groups` (B) groups.
+    Every step uses `context` with its own `step`; a batch has `num_groups` (B) groups.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RolloutCollector:
     def ack(self, batch: RolloutBatch) -> None:
         """Acknowledge the prompts of a batch that is about to be trained on.
 
-        Before that, a restored checkpoint of the source returns them again.
+        Until then, a restored checkpoint of the source returns them again.
         """
         self._source.ack(batch.consumed_prompts)
 
@@ -233,8 +233,8 @@ class _BatchCollector:
         for group in self._groups:
             group.task.add_done_callback(self._on_group_done)
             group.resume()
-        num_first = self._num_groups + self._config.num_oversampled_prompts - len(self._groups)
-        self._start_groups(max(0, num_first))
+        num_to_start = self._num_groups + self._config.num_oversampled_prompts - len(self._groups)
+        self._start_groups(max(0, num_to_start))
         clock = asyncio.timeout(None)
         try:
             async with clock:
@@ -363,7 +363,7 @@ class _BatchCollector:
     def _refill_limit_message(self) -> str:
         config = self._config
         finished = [group for group in self._groups if group.filter_result is not None]
-        num = Counter(group.filter_result for group in finished)
+        counts = Counter(group.filter_result for group in finished)
         means = [group_metric_mean(group.tree, config.filter_metric) for group in finished]
         known = sorted(mean for mean in means if mean is not None)
         spread = (
@@ -378,11 +378,11 @@ class _BatchCollector:
         }
         low, high = config.filter_range
         return (
-            f"rollout.filter_metric={config.filter_metric}: got {num[FilterResult.accepted]} "
+            f"rollout.filter_metric={config.filter_metric}: got {counts[FilterResult.accepted]} "
             f"groups to train on, expected data.prompts_per_step={self._num_groups} after "
             f"{MAX_REFILL_ROUNDS} rounds of replacements; of {len(finished)} finished groups "
-            f"{num[FilterResult.below_range]} have a mean at or below "
-            f"rollout.filter_range[0]={low:g}, {num[FilterResult.above_range]} at or above "
-            f"rollout.filter_range[1]={high:g}, {num[FilterResult.too_few_valid]} failed "
-            f"({spread}); probable cause: {causes[max(causes, key=num.__getitem__)]}"
+            f"{counts[FilterResult.below_range]} have a mean at or below "
+            f"rollout.filter_range[0]={low:g}, {counts[FilterResult.above_range]} at or above "
+            f"rollout.filter_range[1]={high:g}, {counts[FilterResult.too_few_valid]} failed "
+            f"({spread}); probable cause: {causes[max(causes, key=counts.__getitem__)]}"
         )

@@ -17,7 +17,7 @@ The yaml file::
       class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction    # or users.py:Mine
       config: {}                                    # keyword arguments of the class
       timeout_s: 5                                  # per method call; default: the class attribute
-      max_turns: 3                                  # messages per trajectory; default: the same
+      max_turns: 3                                  # per trajectory; default: the class attribute
 
 A prompt uses an interaction if its `extra_info` has `interaction_kwargs`: `name` selects the
 interaction (required only if the file lists several), all other keys are passed to `create`.
@@ -110,14 +110,14 @@ def load_interactions(path: str | Path) -> list[Interaction]:
 
 
 def _make_interaction(entry: UserEntry) -> Interaction:
-    found = entry.load(_EXPECTED_CLASS)
-    interaction: Interaction = entry.construct(found, Interaction, _EXPECTED_CLASS)
+    user_class = entry.load(_EXPECTED_CLASS)
+    interaction: Interaction = entry.construct(user_class, Interaction, _EXPECTED_CLASS)
     if (timeout_s := entry.limit("timeout_s")) is not None:
         interaction.timeout_s = timeout_s
     if (max_turns := entry.limit("max_turns", is_whole=True)) is not None:
         interaction.max_turns = max_turns
     name = entry.values.get("name", getattr(interaction, "name", None))
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{entry.key}, name", name, "a text, here or in the class")
+        raise ConfigError(f"{entry.key}, name", name, "a text, in the entry or in the class")
     interaction.name = name
     return interaction

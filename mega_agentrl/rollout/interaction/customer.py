@@ -43,7 +43,7 @@ class Customer(Interaction):
     max_turns = 1 + NUM_WANTED
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise `ValueError` unless there are values of all attributes, and known ones wanted."""
+        """Raise `ValueError` unless all attributes have values and the wanted ones are known."""
         values, wanted = kwargs.get("values"), kwargs.get("wanted")
         if not isinstance(values, dict) or set(values) != set(ATTRIBUTES):
             raise ValueError(
@@ -69,7 +69,7 @@ class Customer(Interaction):
         attribute = parse_question(text)
         if attribute is not None:
             return Reply(text=format_value(attribute, state.values[attribute]))
-        state.is_correct = parse_order(text) == {one: state.values[one] for one in state.wanted}
+        state.is_correct = parse_order(text) == {name: state.values[name] for name in state.wanted}
         return Reply(is_last=True)
 
     async def fork(self, state: _CustomerState) -> _CustomerState:

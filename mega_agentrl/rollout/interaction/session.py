@@ -39,7 +39,7 @@ class InteractionRegistry:
     def open_session(self, prompt: Prompt) -> TrajectoryInteractionSession | None:
         """Open a session for a trajectory of the prompt, or return None if it uses none.
 
-        `create` is still to be called on the session.
+        The caller must call `create` on the session.
 
         Raises:
             ValueError: The prompt names no interaction or an unknown one.
@@ -55,8 +55,8 @@ class InteractionRegistry:
                 f"of {sorted(self._by_name)}; probable cause: the dataset was made for other "
                 "interactions"
             )
-        given = {key: value for key, value in kwargs.items() if key != "name"}
-        return TrajectoryInteractionSession(self._by_name[name], given)
+        create_kwargs = {key: value for key, value in kwargs.items() if key != "name"}
+        return TrajectoryInteractionSession(self._by_name[name], create_kwargs)
 
     def check_prompt_kwargs(self, prompts: Iterable[Prompt]) -> None:
         """Raise `ValueError` for the first prompt with invalid `interaction_kwargs`."""
@@ -125,7 +125,7 @@ class TrajectoryInteractionSession:
         work = self._interaction.respond(self._state, messages)
         reply, latency_s = await self._call_with_timeout("respond", work)
         if not isinstance(reply, Reply) or not isinstance(reply.text, str):
-            raise self._make_fault(
+            raise self._make_error(
                 "respond", f"got {type(reply).__name__}, expected a Reply of text"
             )
         self._check_reward("respond", reply.reward)
@@ -179,17 +179,17 @@ class TrajectoryInteractionSession:
         try:
             result = await run_with_deadline(work, self._interaction.timeout_s, undo=undo)
         except DeadlineExceededError as error:
-            raise self._make_fault(step, str(error), time.monotonic() - begin) from error
+            raise self._make_error(step, str(error), time.monotonic() - begin) from error
         except Exception as error:  # user code may raise anything
             text = f"{type(error).__name__}: {error}"
-            raise self._make_fault(step, text, time.monotonic() - begin) from error
+            raise self._make_error(step, text, time.monotonic() - begin) from error
         return result, time.monotonic() - begin
 
     def _check_reward(self, step: str, value: object) -> None:
         if not isinstance(value, Real) or not math.isfinite(value):
-            raise self._make_fault(step, f"got the reward {value!r}, expected a finite number")
+            raise self._make_error(step, f"got the reward {value!r}, expected a finite number")
 
-    def _make_fault(self, step: str, text: str, latency_s: float = 0.0) -> ToolSessionError:
+    def _make_error(self, step: str, text: str, latency_s: float = 0.0) -> ToolSessionError:
         outcome = ToolOutcome(
             tool=self.name,
             status=ToolStatus.infra_error,

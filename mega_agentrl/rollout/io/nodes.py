@@ -139,7 +139,7 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
         num_shared_tokens = nodes[chain[-1]].stop if chain else 0
         for turn in trajectory.turns[_num_complete_turns(nodes, chain) :]:
             begin = max(turn.start, num_shared_tokens)
-            inside = sorted(at for at in cuts[trajectory.trajectory_id] if begin < at <= turn.stop)
+            inside = sorted(i for i in cuts[trajectory.trajectory_id] if begin < i <= turn.stop)
             for start, stop in pairwise([begin, *inside, turn.stop]):
                 tokens = {
                     name: tuple(getattr(trajectory, name)[start:stop]) for name in _PER_TOKEN_FIELDS
@@ -197,10 +197,8 @@ def _build_trajectory(tree: NodeTree, leaf: TreeLeaf) -> Trajectory:
     )
 
 
-def _remaining_fields(
-    record: Trajectory | RolloutTree, elsewhere: frozenset[str]
-) -> dict[str, Any]:
-    names = [spec.name for spec in fields(record) if spec.name not in elsewhere]
+def _remaining_fields(record: Trajectory | RolloutTree, excluded: frozenset[str]) -> dict[str, Any]:
+    names = [spec.name for spec in fields(record) if spec.name not in excluded]
     return {name: copy(getattr(record, name)) for name in names}
 
 
@@ -233,7 +231,7 @@ def _fork_positions(trajectories: Sequence[Trajectory]) -> dict[str, set[int]]:
                     f"{trajectory.parent_id}, expected one that comes earlier in its tree"
                 )
             lineage = lineages[trajectory.parent_id]
-            if _leaves_inside_of_turn(trajectory, lineage[0]):
+            if _forks_inside_turn(trajectory, lineage[0]):
                 holders = (other for other in lineage if other.fork_len <= trajectory.fork_len)
                 positions[next(holders, lineage[-1]).trajectory_id].add(trajectory.fork_len)
         lineages[trajectory.trajectory_id] = [trajectory, *lineage]
@@ -241,8 +239,8 @@ def _fork_positions(trajectories: Sequence[Trajectory]) -> dict[str, set[int]]:
     return positions
 
 
-def _leaves_inside_of_turn(trajectory: Trajectory, parent: Trajectory) -> bool:
-    """Return whether the turn before the fork is not a whole turn of both."""
+def _forks_inside_turn(trajectory: Trajectory, parent: Trajectory) -> bool:
+    """Return whether the turn before the fork is not a whole turn of both paths."""
     size = trajectory.fork_len
     num_turns = sum(turn.start < size for turn in trajectory.turns)
     is_split = any(turn.start < size < turn.stop for turn in trajectory.turns)
@@ -263,15 +261,15 @@ def _shared_prefix_nodes(
     while shared and parent.turns[:num_turns] != trajectory.turns[:num_turns]:
         shared.pop()
         num_turns = _num_complete_turns(nodes, shared)
-    same = all(
+    is_equal = all(
         getattr(trajectory, name)[:size] == getattr(parent, name)[:size]
         for name in _PER_TOKEN_FIELDS
     )
-    same = same and (nodes[shared[-1]].stop if shared else 0) == size
-    if same and shared and nodes[shared[-1]].turn is None:
+    is_equal = is_equal and (nodes[shared[-1]].stop if shared else 0) == size
+    if is_equal and shared and nodes[shared[-1]].turn is None:
         roles = [record.turns[num_turns].role for record in (trajectory, parent)]
-        same = roles == [Role.assistant] * 2
-    if not same:
+        is_equal = roles == [Role.assistant] * 2
+    if not is_equal:
         raise ValueError(
             f"trajectory {trajectory.trajectory_id}: its first {size} tokens and their turns are "
             f"not those of {parent.trajectory_id}, expected the parent's turns up to "

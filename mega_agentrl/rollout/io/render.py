@@ -108,11 +108,11 @@ def _turn_lines(turn: Turn) -> list[str]:
 def _reward_lines(trajectory: Trajectory) -> list[str]:
     """Render the tools' rewards, if any."""
     steps, final = trajectory.step_rewards, trajectory.tool_rewards
-    given = sorted({name for name, rewards in steps.items() if any(rewards)} | set(final))
-    if not given:
+    rewarded_tools = sorted({name for name, rewards in steps.items() if any(rewards)} | set(final))
+    if not rewarded_tools:
         return []
     texts = []
-    for name in given:
+    for name in rewarded_tools:
         parts = [f"{reward:g}" for reward in steps.get(name, [])]
         entries = [f"steps {' '.join(parts)}"] if parts else []
         entries += [f"final {final[name]:g}"] if name in final else []
@@ -126,8 +126,8 @@ def summary_line(trajectory: Trajectory) -> str:
     if score is None:
         parts = ["failed, not scored" if trajectory.failed else "not scored"]
     else:
-        sum_of = " + ".join(f"{name} {value:g}" for name, value in score.parts.items())
-        reward = f"reward {score.value:g}" + (f" = {sum_of}" if sum_of else "")
+        weighted_parts = " + ".join(f"{name} {value:g}" for name, value in score.parts.items())
+        reward = f"reward {score.value:g}" + (f" = {weighted_parts}" if weighted_parts else "")
         parts = [reward, "correct" if score.correct else "wrong"]
         if score.reason:
             # The reason may quote the policy.

@@ -7,7 +7,7 @@ Each line is self-contained::
      "token_ids": [...], "loss_mask": 1, "logps": {"f4": [...]}, ...}, ...],
      "leaves": [{"last_node": 4, "path": [0], ...}, ...], "num_forks": 3, ...}
 
-``turn`` is null if the turn goes on in the nodes behind it. A token field with a single value
+``turn`` is null if the turn continues in later nodes. A token field with a single value
 throughout is stored as that value. Floats that are exact in float32 are written with the digits
 that float32 needs, under ``f4``; others with full precision. Every number is restored exactly.
 Values annotated as `Any` are not: a tuple returns as a list, and a value without a JSON form as
@@ -90,8 +90,8 @@ def _stored_class(record: type, leave_out: frozenset[str], **head: Any) -> Any:
     """Return a dataclass of the types in `head` and the fields of `record`, except `leave_out`."""
     hints = get_type_hints(record)
     names = [spec.name for spec in fields(record) if spec.name not in leave_out]
-    own = [(name, hints[name]) for name in names]
-    return make_dataclass(f"Stored{record.__name__}", [*head.items(), *own])
+    record_fields = [(name, hints[name]) for name in names]
+    return make_dataclass(f"Stored{record.__name__}", [*head.items(), *record_fields])
 
 
 _LINE_HEAD = {
@@ -152,7 +152,7 @@ def _parse_line(text: bytes, where: str) -> Any:
     except ValueError as error:
         whole = "a line" if text.endswith(b"\n") else "half a line"
         raise ValueError(
-            f"{where}: got {whole} of {len(text)} bytes that is no JSON ({error}), expected one "
+            f"{where}: got {whole} of {len(text)} bytes that is not JSON ({error}), expected one "
             f"rollout tree; {CORRUPT_FILE_HINT}"
         ) from None
     if not isinstance(line, dict) or "format" not in line:
@@ -238,12 +238,12 @@ def _pack_ints(values: Sequence[int]) -> PackedInts:
 
 def _pack_floats(values: Sequence[float]) -> PackedFloats:
     """Return a single value, the shortest float32 numbers, or the numbers unchanged."""
-    given_N = np.asarray(values, dtype=np.float64)
-    if given_N.size and bool((given_N.view(np.int64) == given_N.view(np.int64)[0]).all()):
-        return float(given_N[0])
+    double_N = np.asarray(values, dtype=np.float64)
+    if double_N.size and bool((double_N.view(np.int64) == double_N.view(np.int64)[0]).all()):
+        return float(double_N[0])
     with np.errstate(over="ignore"):
-        single_N = given_N.astype(np.float32)
-    if not _same_bits(single_N.astype(np.float64), given_N):
+        single_N = double_N.astype(np.float32)
+    if not _same_bits(single_N.astype(np.float64), double_N):
         return [float(value) for value in values]
     short = [float(str(value)) for value in single_N]
     # Parsed as float64 and then rounded, a number may become the neighbouring float32.
@@ -252,8 +252,8 @@ def _pack_floats(values: Sequence[float]) -> PackedFloats:
     return _Float32List(f4=short)
 
 
-def _same_bits(one_N: np.ndarray[Any, Any], other_N: np.ndarray[Any, Any]) -> bool:
-    return one_N.tobytes() == other_N.tobytes()
+def _same_bits(left_N: np.ndarray[Any, Any], right_N: np.ndarray[Any, Any]) -> bool:
+    return left_N.tobytes() == right_N.tobytes()
 
 
 def _unpack(values: PackedInts | PackedFloats, size: int) -> tuple[Any, ...]:

@@ -94,7 +94,7 @@ class TreeStore:
             )
 
     def drop_newer_than(self, version: int) -> None:
-        """Drop trees with newer tokens; these weights are lost and their versions are reused."""
+        """Drop trees with newer tokens: their weights are lost and the versions will be reused."""
         with self._lock:
             self._rewrite_with(
                 [entry for entry, ((_, last), _) in self._index.items() if last <= version]

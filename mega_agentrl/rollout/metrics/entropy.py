@@ -67,8 +67,8 @@ class EntropyCurves:
     def to_summary(self) -> dict[str, list[float | None]]:
         """Return means and token counts per offset, for the summary of a run."""
         return {
-            "root": [self.root.mean(o, o + 1) for o in range(NUM_OFFSETS)],
-            "after_tool": [self.after_tool.mean(o, o + 1) for o in range(NUM_OFFSETS)],
+            "root": [self.root.mean(i, i + 1) for i in range(NUM_OFFSETS)],
+            "after_tool": [self.after_tool.mean(i, i + 1) for i in range(NUM_OFFSETS)],
             "num_root": list(self.root.counts),
             "num_after_tool": list(self.after_tool.counts),
         }
@@ -79,13 +79,13 @@ def collect_entropy_curves(trajectories: Sequence[Trajectory]) -> EntropyCurves:
     root: list[tuple[int, list[float]]] = []
     after_tool: list[tuple[int, list[float]]] = []
     for trajectory in trajectories:
-        for before, turn in _turns_not_inherited(trajectory):
+        for previous_role, turn in _turns_not_inherited(trajectory):
             start = max(turn.start, trajectory.fork_len)
             num_inherited = sum(trajectory.loss_mask[turn.start : start])
             entropies = _sampled_entropies(trajectory, start, turn.stop)
-            if turn.role is Role.assistant and before is None:
+            if turn.role is Role.assistant and previous_role is None:
                 root.append((num_inherited, entropies))
-            elif turn.role is Role.assistant and before is Role.tool:
+            elif turn.role is Role.assistant and previous_role is Role.tool:
                 after_tool.append((num_inherited, entropies))
     return EntropyCurves(
         root=_accumulate_by_offset(root), after_tool=_accumulate_by_offset(after_tool)
@@ -114,12 +114,12 @@ def entropy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _turns_not_inherited(trajectory: Trajectory) -> Iterator[tuple[Role | None, Turn]]:
-    """Yield the turns not wholly inherited, each with the role of the turn before it."""
-    before: Role | None = None
+    """Yield the turns not wholly inherited, each with the role of the preceding turn."""
+    previous_role: Role | None = None
     for turn in trajectory.turns:
         if turn.start >= trajectory.fork_len or turn.stop > trajectory.fork_len:
-            yield before, turn
-        before = turn.role
+            yield previous_role, turn
+        previous_role = turn.role
 
 
 def _sampled_entropies(trajectory: Trajectory, start: int, stop: int) -> list[float]:

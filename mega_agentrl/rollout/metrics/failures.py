@@ -1,7 +1,7 @@
 """Counts of failed trajectories and the reason of the first one.
 
-A failed trajectory is in no mean over scores and is never trained on, so every table that shows a
-mean shows beside it how many trajectories the mean is about.
+A failed trajectory is in no mean over scores and is never trained on, so every table shows beside
+a mean the number of trajectories that it covers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FailureCounts:
     num_failed: int = 0
     """Trajectories without a usable end or without a reward."""
     num_aborted: int = 0
-    """Those of them that an engine aborted, which the run rides out."""
+    """Failed trajectories that an engine aborted, which never stop the run."""
     first_reason: str = ""
     """Why the first of them failed, on one line; empty if none did."""
 
@@ -67,13 +67,13 @@ def count_failures(trees: Iterable[RolloutTree]) -> FailureCounts:
     """Return the counts of all trajectories of the trees, greedy ones left out."""
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     failed = [trajectory for trajectory in trajectories if trajectory.failed]
-    # A reason that the user can mend comes before an abort by an engine.
-    mendable = [one for one in failed if one.stop_reason is not StopReason.aborted]
-    first = next(iter(mendable or failed), None)
+    # A failure that the user can fix comes before an abort by an engine.
+    fixable = [item for item in failed if item.stop_reason is not StopReason.aborted]
+    first = next(iter(fixable or failed), None)
     reason = "" if first is None else " ".join(first.failure_reason.split())
     return FailureCounts(
         num_trajectories=len(trajectories),
         num_failed=len(failed),
-        num_aborted=len(failed) - len(mendable),
+        num_aborted=len(failed) - len(fixable),
         first_reason=reason[:MAX_REASON_CHARS],
     )
