@@ -57,7 +57,7 @@ def add_advantages(
     Args:
         batch: A batch with rewards, log-probs and entropies.
         algo: Settings of the algorithm.
-        kl_coef: Weight of a KL in the reward. It replaces `algo.kl_coef`, which is only its start.
+        kl_coef: Weight of a KL in the reward; `algo.kl_coef` is only its initial value.
         cot_marker_ids: Token ids that open and close the chain of thought; only read with EGPO.
         kl_weight_BT: [B, T] weight of each token's KL in the reward (ARES), in place of `kl_coef`.
 
@@ -70,7 +70,7 @@ def add_advantages(
 
     Raises:
         ValueError: A field that the settings need is missing, or a user's function returns
-            something else than finite advantages.
+            anything but finite advantages.
     """
     mask_BT, rows, metrics = batch.mask_BT, TrajectoryRows.from_batch(batch), dict[str, float]()
     kl_BT = None
@@ -111,44 +111,44 @@ def add_advantages(
 
 def _ref_kl(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:
     """Return the KL to the reference, [B, T] nats, 0 on untrained tokens."""
-    why = "algo.kl_placement=reward"
-    logp_BT = _require_field(batch, "old_logp_BT", why)
-    ref_BT = _require_field(batch, "ref_logp_BT", why)
+    key = "algo.kl_placement=reward"
+    logp_BT = _require_field(batch, "old_logp_BT", key)
+    ref_BT = _require_field(batch, "ref_logp_BT", key)
     return kl_penalty(logp_BT, ref_BT, algo.kl_estimator).masked_fill(~batch.mask_BT, 0.0)
 
 
 def _require_inputs(batch: TrainBatch, algo: AlgoConfig) -> None:
-    """Raise `ValueError` if the batch lacks what the estimator's traits say that it needs."""
-    why = f"algo.advantage={algo.advantage}"
+    """Raise `ValueError` if the batch lacks a field that the estimator's traits require."""
+    key = f"algo.advantage={algo.advantage}"
     if algo.estimator.needs_critic:
-        _require_field(batch, "value_BT", why, "a batch that no critic has seen")
+        _require_field(batch, "value_BT", key, "a batch that no critic has seen")
     if algo.estimator.needs_greedy_baseline:
-        _require_field(batch, "baseline_B", why, "a batch without greedy answers")
+        _require_field(batch, "baseline_B", key, "a batch without greedy answers")
 
 
 def _check_user_result(result: object, inputs: AdvantageInputs, algo: AlgoConfig) -> None:
     """Raise `ValueError` unless a user's function returned tensors of the right shapes."""
-    why, traits = f"algo.advantage={algo.advantage}", algo.estimator
+    key, traits = f"algo.advantage={algo.advantage}", algo.estimator
     got: object = type(result).__name__
-    by_token = tuple(inputs.batch.mask_BT.shape)
+    token_shape = tuple(inputs.batch.mask_BT.shape)
     shapes: dict[tuple[int, ...], str] = {
         (len(inputs.rows.first_row_A),): "one advantage per trajectory"
     }
     if not traits.per_trajectory:
-        shapes[by_token] = "one per token"
+        shapes[token_shape] = "one per token"
     if isinstance(result, AdvantageResult):
         got = _shape_or_type(result.advantage)
     if got not in shapes:
         expected = ", or ".join(f"{shape}, {what}" for shape, what in shapes.items())
         raise ValueError(
-            f"{why}: returned {got}, expected an AdvantageResult with a tensor of shape {expected};"
+            f"{key}: returned {got}, expected an AdvantageResult with a tensor of shape {expected};"
             " probable cause: a tensor in place of an AdvantageResult, or another shape"
         )
     assert isinstance(result, AdvantageResult)
-    if traits.needs_critic and _shape_or_type(result.return_BT) != by_token:
+    if traits.needs_critic and _shape_or_type(result.return_BT) != token_shape:
         raise ValueError(
-            f"{why}: returned {_shape_or_type(result.return_BT)} as return_BT, expected a tensor "
-            f"of shape {by_token}, the targets of the critic that it needs"
+            f"{key}: returned {_shape_or_type(result.return_BT)} as return_BT, expected a tensor "
+            f"of shape {token_shape}, the targets of the critic that it needs"
         )
 
 
@@ -182,7 +182,7 @@ def _add_egpo_bonus(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the advantages with EGPO's bonus, [A], and its metrics."""
     batch, rows = inputs.batch, inputs.rows
-    grid_BT = _require_field(batch, "entropy_BT", f"algo.egpo.lam={settings.lam}")
+    entropy_BT = _require_field(batch, "entropy_BT", f"algo.egpo.lam={settings.lam}")
     mask_AL = rows.concat_rows(batch.mask_BT, batch.length_B)
     cot_AL = mask_AL
     if settings.cot_blocks is not CotBlocks.response:
@@ -197,7 +197,7 @@ def _add_egpo_bonus(
         cot_AL = cot_mask(
             token_AL, mask_AL, start_id=start, end_id=end, blocks=str(settings.cot_blocks)
         )
-    entropy_A = cot_entropy(rows.concat_rows(grid_BT, batch.length_B), cot_AL)
+    entropy_A = cot_entropy(rows.concat_rows(entropy_BT, batch.length_B), cot_AL)
     egpo_advantage_A = egpo(advantage_A, entropy_A, lam=settings.lam, alpha=settings.alpha)
     trained_A = mask_AL.any(1)
     bounded_A = entropy_A > advantage_A.abs() / settings.alpha
@@ -222,7 +222,7 @@ def _scale_by_entropy(
 def add_importance_weights(
     batch: TrainBatch, algo: AlgoConfig
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Fill `importance_weight_BT` as `algo.rollout_correction` says.
+    """Fill `importance_weight_BT` according to `algo.rollout_correction`.
 
     Returns:
         The batch, unchanged without a correction, and metrics: `rollout_correction/weight_mean`
@@ -269,11 +269,11 @@ def _masked_fraction(condition: torch.Tensor, mask: torch.Tensor) -> float:
 def _require_field(
     batch: TrainBatch,
     name: str,
-    why: str,
+    key: str,
     cause: str = "compute_log_probs was not called, or there is no reference",
 ) -> torch.Tensor:
     """Return an optional field of the batch; raise `ValueError` if it is None."""
     value: torch.Tensor | None = getattr(batch, name)
     if value is None:
-        raise ValueError(f"{name}: got None, expected values with {why}; probable cause: {cause}")
+        raise ValueError(f"{name}: got None, expected values with {key}; probable cause: {cause}")
     return value

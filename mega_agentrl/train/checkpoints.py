@@ -51,7 +51,7 @@ class CheckpointManager:
         """Restore `state` if there is one.
 
         Args:
-            components: The parts of the run.
+            components: The components of the run.
             config: Settings of the run.
             logger: Its state is saved and restored with the run.
             signal_handler: Defers signals and limits the time of a save.

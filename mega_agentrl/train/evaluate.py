@@ -52,9 +52,9 @@ class EvalResult:
     pass_at_k: Mapping[str, float] = field(default_factory=dict)
     """pass@k and mean@k by name, also by data source: `pass@4/bfcl`."""
     failures: FailureCounts = field(default_factory=FailureCounts)
-    """All answers and the failed ones, which are in no mean."""
+    """Counts of all answers and of the failed ones, which are in no mean."""
     failures_by_source: Mapping[str, FailureCounts] = field(default_factory=dict)
-    """The same by data source, also for a source without any scored answer."""
+    """Failures by data source, also for a source without any scored answer."""
     question_means: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     """Reward and success of each question with a scored answer, by data source (empty for all) and
     prompt id."""
@@ -97,7 +97,7 @@ def evaluate_validation_set(
     config: TrainConfig,
     save_trees: Callable[[str, Sequence[RolloutTree]], None] | None = None,
 ) -> ValidationResult:
-    """Evaluate on `data.validation` as the section `evaluate` says.
+    """Evaluate on `data.validation` with the settings of `evaluate`.
 
     `save_trees` is called with the name suffix ("" or "_greedy") and the trees of each pass.
     """

@@ -66,7 +66,7 @@ def add_reward_model_scores(
     """Add the reward model's score to those trees whose rubric uses it.
 
     Args:
-        components: The parts of the run.
+        components: The components of the run.
         trees: Trees that the rubric has scored; changed in place.
         batch: Packed from all of these trees; None packs those that need it.
     """

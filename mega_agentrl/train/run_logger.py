@@ -58,7 +58,7 @@ TRAINING_STAGES = ("warm start", "RL")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerState:
-    """What the final summary needs of the steps so far."""
+    """Data of the steps so far that the final summary needs."""
 
     step_points: tuple[StepPoint, ...] = ()
     """Reward and success of each RL step."""
@@ -271,29 +271,29 @@ class RunLogger:
 
         `after` is `before` itself if there was no RL in between. Either is None if it was not made.
         """
-        last = len(self._step_points)
+        num_steps = len(self._step_points)
         self._print_rollouts()
         if before is not None and after is not None and after is not before:
-            print_eval_comparison(_eval_view(before), _eval_view(after), self._console)
+            print_eval_comparison(_eval_summary(before), _eval_summary(after), self._console)
         elif (single := after or before) is not None:
-            print_evaluation(_eval_view(single), self._console)
+            print_evaluation(_eval_summary(single), self._console)
         if self._failures.num_failed:
             self._print_failures("in training", self._failures)
         points = list(self._eval_points)
         if before is not None:
             points.insert(0, _eval_point(0, before))
-        if last and after is not None:
-            points.append(_eval_point(last, after))
+        if num_steps and after is not None:
+            points.append(_eval_point(num_steps, after))
         write_reward_curve(self.run_dir / "reward.png", self._step_points, points)
         summary = {
             "reward_before": before.sampled.reward if before else None,
             "reward_after": after.sampled.reward if after else None,
             "success_before": before.sampled.success if before else None,
             "success_after": after.sampled.success if after else None,
-            "num_steps": last,
+            "num_steps": num_steps,
             "train_seconds": sum(self._stage_s.get(name, 0.0) for name in TRAINING_STAGES),
             "seed": self._config.seed,
-            "mismatch_mean_abs": sum(self._logprob_mismatches) / last if last else 0.0,
+            "mismatch_mean_abs": sum(self._logprob_mismatches) / num_steps if num_steps else 0.0,
             "stage_seconds": self._stage_s,
             "entropy_by_offset": self._entropy_curves.to_summary(),
             "held_out": to_builtins(points),
@@ -384,7 +384,7 @@ def _scored_count(failures: FailureCounts) -> ScoredCount:
     return ScoredCount(num_scored=failures.num_scored, num_answers=failures.num_trajectories)
 
 
-def _eval_view(result: ValidationResult) -> EvalSummary:
+def _eval_summary(result: ValidationResult) -> EvalSummary:
     sampled, metrics = result.sampled, result.sampled.metrics
     prefix = "rollout/calls/"
     return EvalSummary(

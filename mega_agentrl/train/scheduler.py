@@ -112,7 +112,7 @@ def open_rollout_collector(
     """Yield the collector of the training groups; cancel carried-over groups on exit.
 
     Args:
-        components: The parts of the run.
+        components: The components of the run.
         config: Settings of the run.
         tree_store: Keeps finished trees until a checkpoint includes them.
         generator: Used in place of `components.generator`.
@@ -236,10 +236,10 @@ class AsyncRolloutScheduler:
         """Start all permitted collections; `ended` is a collection whose end triggers the call."""
         if ended is not None and (ended.cancelled() or ended.exception() is not None):
             self._is_stopped = True
-        last = min(self._num_steps, self._num_synced_steps + 1 + self._max_staleness)
+        last_permitted = min(self._num_steps, self._num_synced_steps + 1 + self._max_staleness)
         while (
             not self._is_stopped
-            and self._next_step <= last
+            and self._next_step <= last_permitted
             and self._num_running() < self._max_staleness
         ):
             num_ahead = self._next_step - 1 - self._num_synced_steps

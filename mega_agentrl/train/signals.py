@@ -201,12 +201,12 @@ class SignalHandler:
         watcher = threading.Thread(
             target=_end_after_signal, args=(receiver, has_ended, timeout_s), daemon=True
         )
-        earlier = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         watcher.start()
         try:
             yield
         finally:
-            signal.set_wakeup_fd(earlier)
+            signal.set_wakeup_fd(previous_fd)
             if self.received_signal is None:
                 has_ended.set()
                 sender.close()

@@ -126,7 +126,7 @@ def open_trainer(
     """Yield the trainer of the remaining steps; cancel unused rollouts on exit.
 
     Args:
-        components: The parts of the run.
+        components: The components of the run.
         config: Settings of the run.
         logger: Logs the steps; its `phase_timer` times their phases.
         controllers: State of the algorithm before the first of these steps.
@@ -197,8 +197,8 @@ def train(
 
 def is_evaluated_before(components: Components, config: TrainConfig) -> bool:
     """Return whether there is an evaluation before RL; without RL it is the only one."""
-    is_wanted = config.evaluate.before_training or not config.total_steps
-    return bool(components.validation_prompts) and is_wanted
+    is_configured = config.evaluate.before_training or not config.total_steps
+    return bool(components.validation_prompts) and is_configured
 
 
 def initialize_policy(

@@ -59,13 +59,13 @@ class TrajectoryRows:
         """Return the sum over the later rows of the same trajectory, [B]."""
         if self.is_one_row_each:
             return torch.zeros_like(value_B)
-        so_far = [0.0] * len(self.first_row_A)
+        later_sums = [0.0] * len(self.first_row_A)
         sums: list[float] = []
-        for place, value in zip(
+        for trajectory, value in zip(
             self.trajectory_B.flip(0).tolist(), value_B.flip(0).tolist(), strict=True
         ):
-            sums.append(so_far[place])
-            so_far[place] += value
+            sums.append(later_sums[trajectory])
+            later_sums[trajectory] += value
         return value_B.new_tensor(sums).flip(0)
 
     def concat_rows(self, grid_BT: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
@@ -73,8 +73,8 @@ class TrajectoryRows:
         if self.is_one_row_each:
             return grid_BT
         pieces: list[list[torch.Tensor]] = [[] for _ in self.first_row_A]
-        for row, place in enumerate(self.trajectory_B.tolist()):
-            pieces[place].append(pad(grid_BT[row, : int(length_B[row])], (0, 1)))
+        for row, trajectory in enumerate(self.trajectory_B.tolist()):
+            pieces[trajectory].append(pad(grid_BT[row, : int(length_B[row])], (0, 1)))
         return pad_sequence([torch.cat(rows) for rows in pieces], batch_first=True)
 
     def split_rows(self, grid_AL: torch.Tensor, batch: TrainBatch) -> torch.Tensor:
@@ -84,8 +84,8 @@ class TrajectoryRows:
         grid_BT = grid_AL.new_zeros(batch.response_BT.shape)
         start = [0] * len(self.first_row_A)
         lengths = batch.length_B.tolist()
-        for row, place in enumerate(self.trajectory_B.tolist()):
-            stop = start[place] + lengths[row]
-            grid_BT[row, : lengths[row]] = grid_AL[place, start[place] : stop]
-            start[place] = stop + 1
+        for row, trajectory in enumerate(self.trajectory_B.tolist()):
+            stop = start[trajectory] + lengths[row]
+            grid_BT[row, : lengths[row]] = grid_AL[trajectory, start[trajectory] : stop]
+            start[trajectory] = stop + 1
         return grid_BT

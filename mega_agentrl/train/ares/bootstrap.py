@@ -2,9 +2,9 @@
 
 Each prompt gets `rollout.group_size` trajectories, sampled as in training, with random streams of
 their own (stream `bootstrap`). The weights do not change, so the whole pass is one batch: the
-threshold is the median over the pass, windows are counted by it, and difficulties and targets come
-from a single `ares.update`. The result does not depend on the order of the prompts, the size of the
-chunks or interruptions. Alphas keep their initial values (under the released rules, up to
+threshold is the median over the pass, windows are counted with it, and difficulties and targets
+come from a single `ares.update`. The result does not depend on the order of the prompts, the size
+of the chunks or interruptions. Alphas keep their initial values (under the released rules, up to
 rounding), because they change by the distance from an earlier target. The visit counts for mastery.
 
 Each chunk of `data.prompts_per_step` prompts is written to `bootstrap.bin` in the run folder when
@@ -53,7 +53,7 @@ def run_bootstrap(
     """Return the controllers with difficulties, targets and the threshold of all prompts.
 
     Args:
-        components: The parts of the run.
+        components: The components of the run.
         config: Settings of the run.
         prompts: The training data, in order.
         controllers: State before the pass.

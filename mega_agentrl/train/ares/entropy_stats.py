@@ -1,4 +1,4 @@
-"""Statistics of finished trajectories that ARES works on.
+"""Statistics of finished trajectories for ARES.
 
 All training groups count, before any filter; trajectories that failed or have no reward are left
 out. Entropies are the engine's: exact, of the distribution that was sampled from, and available for

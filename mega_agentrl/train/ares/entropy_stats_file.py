@@ -51,7 +51,7 @@ class EntropyStatsFile:
         self.result: dict[str, Any] | None = None
         """The result; None until `finish`."""
         header = {"format": FORMAT_VERSION, "num_chunks": num_chunks, "settings": dict(settings)}
-        # As it is read back.
+        # In the form in which JSON returns it.
         self._header: dict[str, Any] = json.loads(_to_json(header))
         records = ((offset, json.loads(body)) for offset, body in self._journal.recover())
         first = next(records, None)
@@ -77,7 +77,7 @@ class EntropyStatsFile:
         self._chunk_offsets.append(self._journal.append(_to_json(record), fsync=True))
 
     def read_chunks(self) -> Iterator[EntropyStats]:
-        """Yield the statistics of each chunk; its windows are without their positions."""
+        """Yield the statistics of each chunk; the positions of its windows are lost."""
         for offset in self._chunk_offsets:
             record = json.loads(self._journal.read(offset))
             yield _unpack_stats(from_builtins(_StoredStats, record, str(self.path)))
@@ -99,16 +99,16 @@ class EntropyStatsFile:
     def _check_header(self, header: Mapping[str, Any]) -> None:
         if header == self._header:
             return
-        got, expected = ({**one, **one.get("settings", {})} for one in (header, self._header))
+        got, expected = ({**item, **item.get("settings", {})} for item in (header, self._header))
         names = sorted({*got, *expected} - {"settings"})
-        other = [name for name in names if got.get(name) != expected.get(name)]
+        changed = [name for name in names if got.get(name) != expected.get(name)]
         differences = ", ".join(
-            f"{name}={got.get(name)!r}, not {expected.get(name)!r}" for name in other
+            f"{name}={got.get(name)!r}, not {expected.get(name)!r}" for name in changed
         )
         raise ValueError(
             f"{self.path}: made with {differences}; expected the settings of this run; probable "
-            "cause: a setting was changed and the run went on in the same folder. Without the "
-            "file the pass starts over"
+            "cause: a setting was changed and the run went on in the same folder. Delete the "
+            "file to start the pass over"
         )
 
 

@@ -133,9 +133,9 @@ def _start_released_step(
     updated_state = ares.update(state, stats, rules)
     difficulty_B = updated_state.difficulty_codes(stats.prompt_ids)
     if filtered:
-        start = ares.AresState(targets=(0.0, 0.0, 0.0))
+        initial_state = ares.AresState(targets=(0.0, 0.0, 0.0))
         easy_B = torch.full_like(difficulty_B, ares.EASY)
-        entropy_reward_B = _entropy_rewards(start, stats, easy_B, rules)
+        entropy_reward_B = _entropy_rewards(initial_state, stats, easy_B, rules)
     else:
         entropy_reward_B = _entropy_rewards(updated_state, stats, difficulty_B, rules)
     return AresStep(
@@ -254,11 +254,11 @@ def ares_metrics(
     `ares/num_mastered` counts the prompts that are mastered now.
     """
     stats = replace(step.ares_stats, kl_B=kl_B)
-    number = max(1, len(step.entropy_stats.trajectory_ids))
+    num_trajectories = max(1, len(step.entropy_stats.trajectory_ids))
     return {
         **ares.metrics(controllers.ares, stats, step.difficulty_B, step.rules),
-        "ares/entropy_reward_mean": float(step.entropy_reward_B.sum()) / number,
-        "ares/entropy_reward_abs_mean": float(step.entropy_reward_B.abs().sum()) / number,
+        "ares/entropy_reward_mean": float(step.entropy_reward_B.sum()) / num_trajectories,
+        "ares/entropy_reward_abs_mean": float(step.entropy_reward_B.abs().sum()) / num_trajectories,
         "ares/num_mastered": float(len(controllers.mastery.mastered_prompts())),
     }
 
@@ -266,7 +266,7 @@ def ares_metrics(
 def _match_rows(
     batch: TrainBatch, trees: Sequence[RolloutTree], entropy_stats: EntropyStats
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield row, index of its trajectory in the statistics, and its first token's position there.
+    """Yield row, index of its trajectory in the statistics, and the row's start in the trajectory.
 
     Rows of one trajectory follow each other in order, as `batch.packing` makes them. Trajectories
     without statistics are left out.

@@ -64,7 +64,7 @@ def _remax(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
     """ReMax, the reward minus that of a greedy answer (arXiv 2310.10505).
 
     If the greedy answer failed, the baseline is the mean of the group's other rewards. Either
-    baseline is independent of what the trajectory itself did.
+    baseline is independent of the trajectory itself.
     """
     assert inputs.batch.baseline_B is not None, "add_advantages requires it"
     reward_A, greedy_A = inputs.reward_A, inputs.batch.baseline_B[inputs.rows.first_row_A]

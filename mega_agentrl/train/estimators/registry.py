@@ -1,4 +1,4 @@
-"""What an estimator computes from and returns, and how it is found by `algo.advantage`.
+"""Inputs and results of advantage estimators, and the registry that `algo.advantage` selects from.
 
 Shape suffixes: B rows, A trajectories, T response positions.
 """
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator computes from."""
+    """The inputs of an advantage estimator."""
 
     batch: TrainBatch
     """A batch with rewards, log-probs and entropies, and with a critic also values."""
@@ -75,7 +75,7 @@ def register_advantage(
     name: str, **traits: bool
 ) -> Callable[[AdvantageFunction], AdvantageFunction]:
     """Register the decorated function as the estimator `name` with traits of `EstimatorTraits`."""
-    EstimatorTraits(**traits)  # refuses unknown ones
+    EstimatorTraits(**traits)  # raises a TypeError for an unknown trait
 
     def register(function: AdvantageFunction) -> AdvantageFunction:
         _REGISTERED[name] = function
@@ -109,7 +109,7 @@ def load_user_advantage(reference: str) -> AdvantageFunction:
         ConfigError: There is no such function.
     """
     key, expected = ESTIMATORS.key, ESTIMATORS.expected
-    found = load_user_object(reference, key, expected, default_name=ESTIMATORS.default_name)
-    if not callable(found):
-        raise ConfigError(key, reference, expected, f"got {found!r}")
-    return cast("AdvantageFunction", found)
+    function = load_user_object(reference, key, expected, default_name=ESTIMATORS.default_name)
+    if not callable(function):
+        raise ConfigError(key, reference, expected, f"got {function!r}")
+    return cast("AdvantageFunction", function)

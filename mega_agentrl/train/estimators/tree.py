@@ -31,7 +31,7 @@ def _fork_credit(
 ) -> AdvantageResult:
     """Credit from forks: the value of a tree's node less that of the node it was forked from.
 
-    Tokens between two forks have one advantage. Those that several trajectories share are trained
+    Tokens between two forks have one advantage. Tokens that several trajectories share are trained
     on once for each of them.
 
     Args:
@@ -44,7 +44,7 @@ def _fork_credit(
     tree = _token_tree(inputs)
     reward_A = estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
     advantage_N = _fork_advantages(inputs, tree, reward_A, shrinkage)
-    return AdvantageResult(inputs.rows.split_rows(_of_tokens(tree, advantage_N), inputs.batch))
+    return AdvantageResult(inputs.rows.split_rows(_to_tokens(tree, advantage_N), inputs.batch))
 
 
 @register_advantage("tree_grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
@@ -78,8 +78,8 @@ def _at2po(
         inputs: The batch.
         algo: Settings of the algorithm.
         exact_entropy: Take the engine's exact entropies in place of the paper's estimate from the
-            log-probs of the sampled tokens, by which an improbable turn weighs more than another
-            one from the same state.
+            log-probs of the sampled tokens, by which an improbable turn weighs more than other
+            turns from the same state.
     """
     rows, batch = inputs.rows, inputs.batch
     tree = _token_tree(inputs)
@@ -92,7 +92,7 @@ def _at2po(
         tree.parent_N,
         _first_turn_means(tree, rows.concat_rows(entropy_BT, batch.length_B)),
     )
-    return AdvantageResult(rows.split_rows(_of_tokens(tree, value_N), batch))
+    return AdvantageResult(rows.split_rows(_to_tokens(tree, value_N), batch))
 
 
 @register_advantage("appo", needs_groups=True, supports_kl_in_reward=True)
@@ -120,8 +120,8 @@ def _appo(
     tree = _token_tree(inputs)
     reward_A = estimators.grpo(inputs.reward_A, inputs.group_A, norm_by_std=norm_by_std)
     gain_N = _fork_advantages(inputs, tree, reward_A, shrinkage)
-    on_AL = tree.node_BT >= 0
-    total_AL = estimators.broadcast(reward_A, on_AL) + weight * _of_tokens(tree, gain_N)
+    mask_AL = tree.node_BT >= 0
+    total_AL = estimators.broadcast(reward_A, mask_AL) + weight * _to_tokens(tree, gain_N)
     return AdvantageResult(inputs.rows.split_rows(total_AL, inputs.batch))
 
 
@@ -161,18 +161,18 @@ def _appo_released(
         tree.leaf_node_B[is_leaf_A],
         tree.parent_N,
     )
-    on_AL = tree.node_BT >= 0
-    total_AL = estimators.broadcast(base_A, on_AL) + _of_tokens(tree, added_N)
+    mask_AL = tree.node_BT >= 0
+    total_AL = estimators.broadcast(base_A, mask_AL) + _to_tokens(tree, added_N)
     value_AL = appo.mismatch_value(
         rows.concat_rows(batch.old_logp_BT, batch.length_B),
         rows.concat_rows(batch.rollout_logp_BT, batch.length_B),
-        on_AL,
+        mask_AL,
         gamma=0.5 ** (1 / decay_tokens),
         bound=bound,
     )
-    trained_AL = total_AL * (1 + weight * value_AL)
-    trained_AL = trained_AL.masked_fill(is_fork_A.unsqueeze(1), 0.0)
-    return AdvantageResult(rows.split_rows(trained_AL, batch))
+    advantage_AL = total_AL * (1 + weight * value_AL)
+    advantage_AL = advantage_AL.masked_fill(is_fork_A.unsqueeze(1), 0.0)
+    return AdvantageResult(rows.split_rows(advantage_AL, batch))
 
 
 def _is_fork(tree: tree_credit.TokenTree) -> torch.Tensor:
@@ -187,12 +187,12 @@ def _is_fork(tree: tree_credit.TokenTree) -> torch.Tensor:
 
 def _first_turn_means(tree: tree_credit.TokenTree, value_AL: torch.Tensor) -> torch.Tensor:
     """Return the mean of `value_AL` over the first turn of each node, or its part in the node."""
-    on_AL = tree.node_BT >= 0
-    node_M, turn_M = tree.node_BT[on_AL], number_turns(on_AL)[on_AL]
-    last = on_AL.size(1)
+    mask_AL = tree.node_BT >= 0
+    node_M, turn_M = tree.node_BT[mask_AL], number_turns(mask_AL)[mask_AL]
+    last = mask_AL.size(1)
     first_N = torch.full_like(tree.parent_N, last).scatter_reduce(0, node_M, turn_M, "amin")
     is_first_M = turn_M == first_N[node_M]
-    node_M, value_M = node_M[is_first_M], value_AL[on_AL][is_first_M]
+    node_M, value_M = node_M[is_first_M], value_AL[mask_AL][is_first_M]
     zero_N = value_AL.new_zeros(len(first_N))
     total_N = zero_N.index_add(0, node_M, value_M)
     return total_N / zero_N.index_add(0, node_M, torch.ones_like(value_M))
@@ -215,11 +215,11 @@ def _fork_advantages(
     )
 
 
-def _of_tokens(tree: tree_credit.TokenTree, advantage_N: torch.Tensor) -> torch.Tensor:
+def _to_tokens(tree: tree_credit.TokenTree, advantage_N: torch.Tensor) -> torch.Tensor:
     """Return the advantage of each token's node, 0 where masked, [A, L]."""
-    on_AL = tree.node_BT >= 0
-    advantage_AL = advantage_N.new_zeros(on_AL.shape)
-    advantage_AL[on_AL] = advantage_N[tree.node_BT[on_AL]]
+    mask_AL = tree.node_BT >= 0
+    advantage_AL = advantage_N.new_zeros(mask_AL.shape)
+    advantage_AL[mask_AL] = advantage_N[tree.node_BT[mask_AL]]
     return advantage_AL
 
 

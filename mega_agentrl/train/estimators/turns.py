@@ -39,7 +39,7 @@ def _gigpo(
         weight: Weight of the comparison between turns.
         norm_by_std: Divide by the standard deviations.
     """
-    turns = _Turns.of_batch(inputs)
+    turns = _Turns.from_batch(inputs)
     advantage_S = gigpo.gigpo(
         inputs.reward_A,
         inputs.group_A,
@@ -50,7 +50,7 @@ def _gigpo(
         weight=weight,
         norm_by_std=norm_by_std,
     )
-    return turns.give_to_tokens(inputs, advantage_S)
+    return turns.to_tokens(inputs, advantage_S)
 
 
 @register_advantage("hgpo", needs_groups=True, supports_kl_in_reward=True)
@@ -76,7 +76,7 @@ def _hgpo(
         weight_power: Power of the weights of the depths.
         norm_by_std: Divide by the standard deviations.
     """
-    turns = _Turns.of_batch(inputs)
+    turns = _Turns.from_batch(inputs)
     depths = turns.contexts(history)
     if exact_history:
         depths.append(turns.history_S)
@@ -87,7 +87,7 @@ def _hgpo(
         weight_power=weight_power,
         norm_by_std=norm_by_std,
     )
-    return turns.give_to_tokens(inputs, advantage_S)
+    return turns.to_tokens(inputs, advantage_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +107,29 @@ class _Turns:
     """[S] the prompt and all tokens before the turn."""
 
     @classmethod
-    def of_batch(cls, inputs: AdvantageInputs) -> _Turns:
+    def from_batch(cls, inputs: AdvantageInputs) -> _Turns:
         """Find the turns; equal tokens of one prompt have equal numbers."""
         rows, batch = inputs.rows, inputs.batch
         turn_AL = number_turns(rows.concat_rows(batch.mask_BT, batch.length_B))
         token_AL = rows.concat_rows(batch.response_BT, batch.length_B)
         states: dict[tuple[int, bytes], int] = {}
         histories: dict[tuple[int, bytes], int] = {}
-        found: list[tuple[int, int, int, int]] = []
+        turns: list[tuple[int, int, int, int]] = []
         for index, (token_L, turn_L) in enumerate(zip(token_AL, turn_AL, strict=True)):
             num_turns = int(turn_L.max()) + 1
-            # A history is the one before with the tokens since, so each token is read once.
+            # A history is the previous one plus the tokens since, so each token is read once.
             start = end = 0
             history = ~int(inputs.group_A[index])  # of the prompt
             for turn in range(num_turns):
-                place_N = (turn_L == turn).nonzero()
-                first = int(place_N[0])
-                answer = (int(inputs.group_A[index]), token_L[end:first].numpy().tobytes())
-                since = (history, token_L[start:first].numpy().tobytes())
-                history = histories.setdefault(since, len(histories))
-                state = states.setdefault(answer, len(states))
-                found.append((index, num_turns - 1 - turn, state, history))
-                start, end = first, int(place_N[-1]) + 1
-        table_S4 = torch.tensor(found, dtype=torch.int64).reshape(-1, 4)
+                position_N = (turn_L == turn).nonzero()
+                first = int(position_N[0])
+                state_key = (int(inputs.group_A[index]), token_L[end:first].numpy().tobytes())
+                history_key = (history, token_L[start:first].numpy().tobytes())
+                history = histories.setdefault(history_key, len(histories))
+                state = states.setdefault(state_key, len(states))
+                turns.append((index, num_turns - 1 - turn, state, history))
+                start, end = first, int(position_N[-1]) + 1
+        table_S4 = torch.tensor(turns, dtype=torch.int64).reshape(-1, 4)
         return cls(turn_AL, *table_S4.unbind(1))
 
     def contexts(self, history: int) -> list[torch.Tensor]:
@@ -139,19 +139,19 @@ class _Turns:
         """
         depths = [self.state_S]
         for depth in range(1, history + 1):
-            before_S = self.state_S.roll(depth)
+            earlier_S = self.state_S.roll(depth)
             is_same_S = self.trajectory_S.roll(depth) == self.trajectory_S
             is_same_S[:depth] = False
-            pair_S2 = torch.stack((depths[-1], before_S), 1)
+            pair_S2 = torch.stack((depths[-1], earlier_S), 1)
             _, number_S = torch.unique(pair_S2, dim=0, return_inverse=True)
             depths.append(number_S.where(is_same_S, -1))
         return depths
 
-    def give_to_tokens(self, inputs: AdvantageInputs, advantage_S: torch.Tensor) -> AdvantageResult:
+    def to_tokens(self, inputs: AdvantageInputs, advantage_S: torch.Tensor) -> AdvantageResult:
         """Return the advantage of each token's turn."""
         num_turns_A = self.turn_AL.amax(1) + 1
         first_A = num_turns_A.cumsum(0) - num_turns_A
-        on_AL = self.turn_AL >= 0
-        advantage_AL = advantage_S.new_zeros(on_AL.shape)
-        advantage_AL[on_AL] = advantage_S[(first_A[:, None] + self.turn_AL)[on_AL]]
+        mask_AL = self.turn_AL >= 0
+        advantage_AL = advantage_S.new_zeros(mask_AL.shape)
+        advantage_AL[mask_AL] = advantage_S[(first_A[:, None] + self.turn_AL)[mask_AL]]
         return AdvantageResult(inputs.rows.split_rows(advantage_AL, inputs.batch))

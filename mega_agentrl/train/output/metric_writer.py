@@ -80,11 +80,10 @@ class ThroughputMeter:
     perf/unique_tokens_per_s  the same with tokens that trajectories share counted once
     tree/token_ratio          tokens of all trajectories, prompts included, over those of the trees,
                               where shared ones count once
-    perf/mfu                  model FLOPs of the update over its seconds, the number of the policy's
-                              GPUs and their bfloat16 peak (`estimate.flops`), with shared tokens
-                              counted once if the policy computes them once (`batch.trees`), and
-                              without the paths that the parts of a cut tree compute again; left
-                              out on CPUs and on GPUs whose peak is unknown
+    perf/mfu                  model FLOPs of the update (`estimate.flops`; with `batch.trees`,
+                              shared tokens count once, also where a cut tree computes them again)
+                              over its seconds, the number of the policy's GPUs and their bfloat16
+                              peak; left out on CPUs and on unknown GPUs
     """
 
     def __init__(self, config: TrainConfig, gpu_name: str) -> None:

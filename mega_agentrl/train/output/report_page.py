@@ -170,8 +170,8 @@ class _TreeLoader:
         """
         num_bytes, num_trees = path.stat().st_size, max(1, _num_trees(path))
         if num_bytes > read_bytes:
-            part = max(1, num_trees * read_bytes // num_bytes)
-            num_bytes, num_trees = num_bytes * part // num_trees, part
+            num_read = max(1, num_trees * read_bytes // num_bytes)
+            num_bytes, num_trees = num_bytes * num_read // num_trees, num_read
         return TreeFileSize(
             num_bytes=round(num_bytes * self._page_bytes_per_file_byte(path)), num_trees=num_trees
         )
@@ -179,14 +179,14 @@ class _TreeLoader:
     def _page_bytes_per_file_byte(self, path: Path) -> float:
         """Return bytes on the page per byte in the file; 1 if the first tree is unreadable."""
         with path.open("rb") as file:
-            in_file = len(file.readline())
+            line_bytes = len(file.readline())
         try:
             stored = next(read_trees(path))
         except ValueError:
             return 1.0
         return (
             embed_tree(0, tree_to_json(to_rollout_tree(stored.tree), self._split_tokens)).num_bytes
-            / in_file
+            / line_bytes
         )
 
 
@@ -279,13 +279,13 @@ def _time_limit(deadline_s: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, _on_alarm)
+    previous_handler = signal.signal(signal.SIGALRM, _on_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
 
 
 def _on_alarm(number: int, frame: FrameType | None) -> None:

@@ -80,7 +80,7 @@ def mean_advantages(trees: Sequence[RolloutTree], batch: TrainBatch) -> dict[str
     ]
     owners = row_trajectories(batch)
     if batch.advantage_BT is None or not set(owners) <= set(range(len(trajectory_ids))):
-        got = "no advantages" if batch.advantage_BT is None else f"rows of {1 + max(owners)}"
+        got = "no advantages" if batch.advantage_BT is None else f"{1 + max(owners)} trajectories"
         raise ValueError(
             f"advantages of a step: got {got}, expected a batch with advantages packed from these "
             f"{len(trajectory_ids)} trajectories"

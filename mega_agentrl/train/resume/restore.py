@@ -43,7 +43,7 @@ def restore(components: Components, config: TrainConfig) -> RunState | None:
         _restore_reference(components, config, folders)
     loaded = run_state.load_newest_checkpoint(components.policy, folders, components.critic)
     if components.critic is not None and (loaded is None or not loaded[1].step):
-        # Its weights come from steps that are lost, or from a checkpoint with a damaged policy.
+        # Its weights are those of lost steps, or of a checkpoint with a damaged policy.
         components.critic.reset()
     if loaded is None:
         # The run was killed before its first checkpoint.

@@ -13,8 +13,8 @@ unfinished run with a checkpoint and other settings is an error instead, because
 should not be moved out of the way by a typing mistake.
 
 A folder that is created here can be entered by its owner only, because rollouts, settings and logs
-may hold private data. A folder that exists keeps its mode, also when its run is moved aside: who
-shares runs with a group creates the folder first.
+may hold private data. A folder that exists keeps its mode, also when its run is moved aside: to
+share runs with a group, create the folder first.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[b
 def changed_keys(earlier: str, now: str) -> list[str]:
     """Return dotted keys whose values differ between two `config.yaml` texts.
 
-    Those of `MUTABLE_KEYS` are left out.
+    `MUTABLE_KEYS` are left out.
     """
     old_settings, new_settings = (
         flatten_config(yaml.safe_load(text) or {}) for text in (earlier, now)

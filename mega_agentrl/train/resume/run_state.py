@@ -3,7 +3,7 @@
     run/checkpoints/step-000020/                 model, optimizer, random state of every rank
     run/checkpoints/step-000020/manifest.json    written last; its `extra` is the `RunState`
     run/checkpoints/warm-000100/                 of an interrupted warm start
-    run/warm_start/step-000000/                       right after the warm start; is never removed
+    run/warm_start/step-000000/                  right after the warm start; is never removed
     run/critic/step-000020/                      the critic's part, written before the policy's
 
 Policy and run state share one folder, so that they are of the same step whenever a run is killed. A
