@@ -55,8 +55,8 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Steps of one side."""
+class StepCost:
+    """Loss, time and memory of the steps of one side."""
 
     first_loss: float
     step_s: float
@@ -87,7 +87,7 @@ def build_baseline(args: argparse.Namespace, device: torch.device) -> torch.nn.M
 
 def measure_baseline(
     model: torch.nn.Module, token_RT: torch.Tensor, device: torch.device, repeats: int
-) -> Measured:
+) -> StepCost:
     """Measure steps of transformers' model on `[rows, tokens]` token ids."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     token_RT = token_RT.to(device)
@@ -105,7 +105,7 @@ def measure_baseline(
 
 def measure_ours(
     folder: Path, token_RT: torch.Tensor, device: torch.device, repeats: int
-) -> Measured:
+) -> StepCost:
     """Measure steps of a policy rank with the weights of a folder on the same token ids."""
     from mega_agentrl.actor.megatron_model import RankInfo
     from mega_agentrl.actor.policy import PolicyRank
@@ -137,7 +137,7 @@ def measure_ours(
     return measured
 
 
-def measure_steps(step: Callable[[], float], device: torch.device, repeats: int) -> Measured:
+def measure_steps(step: Callable[[], float], device: torch.device, repeats: int) -> StepCost:
     """Take steps, which return their losses, and time those after the first."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -151,7 +151,7 @@ def measure_steps(step: Callable[[], float], device: torch.device, repeats: int)
         if on_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start_s)
-    return Measured(
+    return StepCost(
         first_loss=losses[0],
         step_s=statistics.median(times[NUM_WARM_UP_STEPS:]),
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
@@ -185,10 +185,10 @@ def benchmark(args: argparse.Namespace) -> list[dict[str, object]]:
     peak = peak_flops(gpu_name)
     flops = train_flops(shape, [args.row] * num_rows, num_rows * (args.row - 1))
     suffix = f"L{args.layers}/H{args.hidden}/T{num_rows * args.row}"
-    both = (ours, baseline)
+    sides = (ours, baseline)
 
-    def line(kind: str, unit: str, value: Callable[[Measured], float | None]) -> dict[str, object]:
-        return bench_line("actor", f"{kind}/{suffix}", unit, *map(value, both))
+    def line(kind: str, unit: str, value: Callable[[StepCost], float | None]) -> dict[str, object]:
+        return bench_line("actor", f"{kind}/{suffix}", unit, *map(value, sides))
 
     return [
         line("step", "s", lambda side: side.step_s),

@@ -92,8 +92,11 @@ def run(
             *args.overrides,
         ]
     )
-    with ClusterConnection(config) as cluster, build(config, read_inputs(config), cluster) as parts:
-        train(replace(parts, tools=DelayedTools(parts.tools, args.slowest)), config)
+    with (
+        ClusterConnection(config) as cluster,
+        build(config, read_inputs(config), cluster) as components,
+    ):
+        train(replace(components, tools=DelayedTools(components.tools, args.slowest)), config)
     return read_steps(folder / "metrics.jsonl")
 
 

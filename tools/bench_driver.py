@@ -56,7 +56,7 @@ CASES = (
     "seconds/together",
     "memory/together",
 )
-AGREEMENT = 1e-4
+TOLERANCE = 1e-4
 
 ResultT = TypeVar("ResultT")
 
@@ -90,7 +90,7 @@ class SyntheticBatch:
         return batch
 
 
-def advantages(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
+def compute_advantages(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
     """Compute all advantages, by name."""
     reward_B, group_B, mask_BT = batch.reward_B, batch.group_B, batch.mask_BT
     grpo_B = estimators.grpo(reward_B, group_B)
@@ -114,7 +114,7 @@ def advantages(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def corrections(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
+def compute_corrections(batch: SyntheticBatch) -> dict[str, torch.Tensor]:
     """Compute the rollout corrections, by name."""
     weight_BT, figures = importance_weights(
         batch.logp_BT, batch.rollout_BT, batch.mask_BT, level="token", mode="truncated", cap=1.02
@@ -127,11 +127,11 @@ class PackedStep:
 
     def __init__(self, batch: SyntheticBatch) -> None:
         num_rows, num_tokens = batch.mask_BT.shape
-        unread = [0] * num_tokens
+        placeholder = [0] * num_tokens
         self.trees = [
-            RolloutTree(prompt=found[0].prompt, trajectories=found)
-            for found in (
-                [_record(batch, row, unread) for row in range(start, start + GROUP)]
+            RolloutTree(prompt=group[0].prompt, trajectories=group)
+            for group in (
+                [_record(batch, row, placeholder) for row in range(start, start + GROUP)]
                 for start in range(0, num_rows, GROUP)
             )
         ]
@@ -151,8 +151,8 @@ class PackedStep:
         )
 
 
-def _record(batch: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
-    """Return the trajectory of a row; `unread` replaces the lists that shaping does not read."""
+def _record(batch: SyntheticBatch, row: int, placeholder: list[int]) -> Trajectory:
+    """Return the trajectory of a row; shaping does not read lists that are `placeholder`."""
     num_tokens = batch.mask_BT.shape[1]
     reward = float(batch.reward_B[row])
     return Trajectory(
@@ -165,11 +165,11 @@ def _record(batch: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
             token_ids=(),
         ),
         path=(row % GROUP,),
-        token_ids=unread,
+        token_ids=placeholder,
         loss_mask=batch.mask_BT[row].int().tolist(),
-        logps=unread,
+        logps=placeholder,
         entropies=batch.entropy_BT[row].tolist(),
-        versions=unread,
+        versions=placeholder,
         turn_ids=(torch.arange(num_tokens) // (num_tokens // 16)).tolist(),
         turns=[],
         stop_reason=StopReason.eos,
@@ -177,18 +177,21 @@ def _record(batch: SyntheticBatch, row: int, unread: list[int]) -> Trajectory:
     )
 
 
-def shaping(step: PackedStep) -> dict[str, torch.Tensor]:
+def compute_shaping(step: PackedStep) -> dict[str, torch.Tensor]:
     """Compute ARES's shaping as a training step does, by name."""
     before = Controllers()
-    seen = collect_entropy_stats(step.trees, None)
-    found = ares_shaping.start_ares_step(seen, before.ares, ares.PAPER_HYPERPARAMS, filtered=False)
-    batch = ares_shaping.add_entropy_rewards(step.batch, step.trees, found)
-    weight_BT = ares_shaping.token_kl_weights(batch, step.trees, found)
+    stats = collect_entropy_stats(step.trees, None)
+    ares_step = ares_shaping.start_ares_step(
+        stats, before.ares, ares.PAPER_HYPERPARAMS, filtered=False
+    )
+    batch = ares_shaping.add_entropy_rewards(step.batch, step.trees, ares_step)
+    weight_BT = ares_shaping.token_kl_weights(batch, step.trees, ares_step)
     after = ares_shaping.update_controllers(
-        before, found, ares_shaping.mean_ref_kl(batch, step.trees, found, "k3")
+        before, ares_step, ares_shaping.mean_ref_kl(batch, step.trees, ares_step, "k3")
     )
     assert weight_BT is not None and after.ares.threshold is not None
-    return {"hwe": found.ares_stats.hwe_B, "p95": seen.entropy_p95_B, "weight": weight_BT.sum(1)}
+    hwe_B = ares_step.ares_stats.hwe_B
+    return {"hwe": hwe_B, "p95": stats.entropy_p95_B, "weight": weight_BT.sum(1)}
 
 
 def reference_advantages(batch: SyntheticBatch) -> dict[str, list[float]]:
@@ -203,18 +206,18 @@ def reference_advantages(batch: SyntheticBatch) -> dict[str, list[float]]:
         (reward - fmean(members[group])) / (stdev(members[group]) + 1e-6)
         for reward, group in zip(rewards, groups, strict=True)
     ]
-    held: dict[int, list[float]] = {}
+    scalars_of: dict[int, list[float]] = {}
     for scalar, row in zip(scalars, tree_tokens, strict=True):
         for token in row:
-            held.setdefault(token, []).append(scalar)
+            scalars_of.setdefault(token, []).append(scalar)
     hard = [
-        sum(sum(held[one]) / len(held[one]) for one, on in zip(row, there, strict=True) if on)
-        for row, there in zip(tree_tokens, mask, strict=True)
+        sum(fmean(scalars_of[token]) for token, on in zip(row, mask_row, strict=True) if on)
+        for row, mask_row in zip(tree_tokens, mask, strict=True)
     ]
     with_bonus = []
-    for scalar, row, there, values in zip(scalars, tokens, mask, entropy, strict=True):
+    for scalar, row, mask_row, values in zip(scalars, tokens, mask, entropy, strict=True):
         start, end = row.index(OPEN) + 1, row.index(CLOSE)
-        inside = [values[at] for at in range(start, end) if there[at]]
+        inside = [values[at] for at in range(start, end) if mask_row[at]]
         bound = abs(scalar) / 2.0
         with_bonus.append(scalar + 0.4 * max(-bound, min(bound, fmean(inside))))
     return {"grpo": scalars, "hard": hard, "egpo": with_bonus}
@@ -223,11 +226,11 @@ def reference_advantages(batch: SyntheticBatch) -> dict[str, list[float]]:
 def reference_shaping(batch: SyntheticBatch, threshold: float) -> dict[str, list[float]]:
     """Compute entropy windows and their counts one token at a time."""
     counts = []
-    for values, there in zip(batch.entropy_BT.tolist(), batch.mask_BT.tolist(), strict=True):
+    for values, mask_row in zip(batch.entropy_BT.tolist(), batch.mask_BT.tolist(), strict=True):
         windows = [
             sum(values[at + 1 : at + 5]) / 4
             for at in range(len(values) - 4)
-            if all(there[at : at + 5])
+            if all(mask_row[at : at + 5])
         ]
         counts.append(float(sum(window >= threshold for window in windows)))
     return {"hwe": counts}
@@ -236,10 +239,10 @@ def reference_shaping(batch: SyntheticBatch, threshold: float) -> dict[str, list
 def reference_corrections(batch: SyntheticBatch) -> dict[str, list[float]]:
     """Compute the corrections one token at a time."""
     weights, k3, number = [], 0.0, 0
-    for train, sampled, there in zip(
+    for train, sampled, mask_row in zip(
         batch.logp_BT.tolist(), batch.rollout_BT.tolist(), batch.mask_BT.tolist(), strict=True
     ):
-        gaps = [a - b for a, b, on in zip(train, sampled, there, strict=True) if on]
+        gaps = [a - b for a, b, on in zip(train, sampled, mask_row, strict=True) if on]
         weights.append(sum(min(math.exp(gap), 1.02) for gap in gaps))
         k3 += sum(math.exp(gap) - 1 - gap for gap in gaps)
         number += len(gaps)
@@ -247,21 +250,21 @@ def reference_corrections(batch: SyntheticBatch) -> dict[str, list[float]]:
 
 
 def check_agreement(
-    ours: dict[str, torch.Tensor], plain: dict[str, list[float]], slack: float
+    ours: dict[str, torch.Tensor], baseline: dict[str, list[float]], tolerance: float
 ) -> None:
     """Raise `RuntimeError` if the two sides differ."""
-    for name, values in plain.items():
+    for name, values in baseline.items():
         expected_B = torch.tensor(values, dtype=torch.float64)
         gap_B = (ours[name].double() - expected_B).abs() / expected_B.abs().clamp(min=1)
-        if float(gap_B.max()) > slack:
+        if float(gap_B.max()) > tolerance:
             raise RuntimeError(f"{name}: ours and the baseline differ by {float(gap_B.max()):.3g}")
 
 
 def measure_cpu_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[float, ResultT]:
     """Return the processor seconds of a call and its result."""
     start_s = time.process_time()
-    found = function(*arguments)
-    return time.process_time() - start_s, found
+    result = function(*arguments)
+    return time.process_time() - start_s, result
 
 
 def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float, float]]:
@@ -272,22 +275,22 @@ def measure(num_rows: int, num_tokens: int, share: int) -> dict[str, tuple[float
     step = PackedStep(batch)
     before_bytes = ResidentMemory.current().peak_bytes
     ours = {
-        "seconds/advantages": measure_cpu_s(advantages, batch)[0],
-        "seconds/ares": measure_cpu_s(shaping, step)[0],
-        "seconds/corrections": measure_cpu_s(corrections, batch)[0],
+        "seconds/advantages": measure_cpu_s(compute_advantages, batch)[0],
+        "seconds/ares": measure_cpu_s(compute_shaping, step)[0],
+        "seconds/corrections": measure_cpu_s(compute_corrections, batch)[0],
     }
     added_mib = (ResidentMemory.current().peak_bytes - before_bytes) / MIB
     del step  # otherwise the garbage collector would visit it during the baseline
     plain_s, plain = measure_cpu_s(reference_advantages, part)
-    check_agreement(advantages(part), plain, AGREEMENT)
-    found = shaping(PackedStep(part))
-    state = ares.update_threshold(ares.AresState(), found["p95"])
+    check_agreement(compute_advantages(part), plain, TOLERANCE)
+    shaped = compute_shaping(PackedStep(part))
+    state = ares.update_threshold(ares.AresState(), shaped["p95"])
     assert state.threshold is not None
     plain_ares_s, plain = measure_cpu_s(reference_shaping, part, state.threshold)
     # A window at the threshold itself falls on either side of it by rounding.
-    check_agreement(found, plain, 0.01)
+    check_agreement(shaped, plain, 0.01)
     plain_corrections_s, plain = measure_cpu_s(reference_corrections, part)
-    check_agreement(corrections(part), plain, AGREEMENT)
+    check_agreement(compute_corrections(part), plain, TOLERANCE)
     baseline = (plain_s * scale, plain_ares_s * scale, plain_corrections_s * scale)
     copies_mib = 9 * 8 * num_rows * num_tokens / MIB
     return {

@@ -70,7 +70,7 @@ class Case:
 
 def all_cases(vocab: int) -> list[Case]:
     """Return all cases of this machine, the fast ones first."""
-    found = [
+    cases = [
         Case(kind, tokens, ranks, hidden, vocab)
         for hidden in (1024, 4096)
         for kind in ("memory", "forward", "forward_backward")
@@ -78,11 +78,11 @@ def all_cases(vocab: int) -> list[Case]:
         for ranks in (1, 2)
     ]
     if torch.cuda.is_available():
-        found += [
+        cases += [
             Case(f"matrix_rate/{kind}", 8192, 1, 4096, vocab)
             for kind in ("forward", "forward_backward")
         ]
-    return found
+    return cases
 
 
 # ---- the two paths ------------------------------------------------------------------------
@@ -188,15 +188,15 @@ def measure_time(case: Case, repeats: int) -> dict[str, float]:
     rank, times = Rank(case), {path: [] for path in PATHS}
     for path in PATHS:
         Rank(Case(case.kind, 16, case.ranks, 64, 64)).step(path)
-    found: dict[str, tuple[torch.Tensor, ...]] = {}
+    outputs: dict[str, tuple[torch.Tensor, ...]] = {}
     for _ in range(repeats):
         for path in PATHS:
             dist.barrier()
             started = time.perf_counter()
-            found[path] = rank.step(path)
+            outputs[path] = rank.step(path)
             dist.barrier()
             times[path].append(time.perf_counter() - started)
-    for ours, baseline in zip(found["ours"], found["baseline"], strict=True):
+    for ours, baseline in zip(outputs["ours"], outputs["baseline"], strict=True):
         torch.testing.assert_close(ours, baseline, rtol=1e-4, atol=1e-3)
     return {path: statistics.median(values) for path, values in times.items()}
 
@@ -244,15 +244,15 @@ def run_rank(job: dict[str, Any]) -> NoReturn:
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
     if case.kind == "memory":
-        found = measure_memory(case, job["path"])
+        measured = measure_memory(case, job["path"])
     elif case.kind.startswith("matrix_rate"):
-        found = measure_matrix_rate(case, job["repeats"])
+        measured = measure_matrix_rate(case, job["repeats"])
     else:
-        found = measure_time(case, job["repeats"])
-    worst = torch.tensor(list(found.values()), dtype=torch.float64)
+        measured = measure_time(case, job["repeats"])
+    worst = torch.tensor(list(measured.values()), dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if job["rank"] == 0:
-        sys.stdout.write(json.dumps(dict(zip(found, worst.tolist(), strict=True))) + "\n")
+        sys.stdout.write(json.dumps(dict(zip(measured, worst.tolist(), strict=True))) + "\n")
     dist.destroy_process_group()
     sys.stdout.flush()
     # Threads that torch leaves running can abort the process at interpreter exit.
@@ -264,13 +264,13 @@ def run_rank(job: dict[str, Any]) -> NoReturn:
 
 def run_case(case: Case, repeats: int) -> dict[str, Any]:
     """Run a case and return its line."""
-    found: dict[str, float] = {}
+    measured: dict[str, float] = {}
     for path in PATHS if case.kind == "memory" else ("both",):
         result, reason = _run_ranks(case, path, repeats)
-        found |= result
+        measured |= result
         if reason:
             sys.stderr.write(f"{case.name} {path}: {reason}\n")
-    ours, baseline = found.get("ours"), found.get("baseline")
+    ours, baseline = measured.get("ours"), measured.get("baseline")
     unit = {"memory": "MiB", "matrix_rate": "TFLOP/s"}.get(case.kind.split("/")[0], "s")
     return bench_line("logprob", case.name, unit, ours, baseline)
 

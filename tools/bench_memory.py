@@ -60,13 +60,13 @@ def read_run_metrics(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
     Raises:
         ValueError: the run has no memory metrics.
     """
-    found = {
+    metrics = {
         name: value
         for line in read_metrics(folder / "metrics.jsonl").lines_of_stage("rl")
         for name, value in line.values.items()
         if name.startswith("memory/")
     }
-    if "memory/policy_libraries_mib" not in found or "memory/engine_libraries_mib" not in found:
+    if "memory/policy_libraries_mib" not in metrics or "memory/engine_libraries_mib" not in metrics:
         raise ValueError(
             f"{folder}: got no memory/*_libraries_mib in metrics.jsonl, expected those of an RL "
             "step; probable cause: a run on GPUs, or one without an RL step"
@@ -75,7 +75,7 @@ def read_run_metrics(folder: Path) -> tuple[TrainConfig, dict[str, float]]:
     merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), saved)
     config = OmegaConf.to_object(merged)
     assert isinstance(config, TrainConfig)
-    return config, found
+    return config, metrics
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ MODE/ATTACK/FIGURE:
     call-p50, call-max    latency of a call
     fork-max              forking the session until the child has answered its first call
 
-`busy loops` is no attack but what any load on all cores costs.
+`busy loops` is not an attack; it shows what any load on all cores costs.
 """
 
 from __future__ import annotations
@@ -83,32 +83,32 @@ class Neighbour:
         self._count = 0
 
     async def measure(self, num_calls: int) -> dict[str, float]:
-        """Return the figures of so many calls; raise `RuntimeError` for a wrong answer."""
+        """Return the figures of `num_calls` calls; raise `RuntimeError` for a wrong answer."""
         calls, forks = [], []
         for number in range(num_calls):
             self._count += 1
             count = self._count if self._stateful else 1
             code = "count = globals().get('count', 0) + 1; print(count)"
-            calls.append(await self._seconds(self._checked(self._runner, code, count)))
+            calls.append(await self._measure_s(self._run_checked(self._runner, code, count)))
             if self._stateful and number % 5 == 0:
-                forks.append(await self._seconds(self._fork(count)))
+                forks.append(await self._measure_s(self._fork(count)))
             await asyncio.sleep(0.02)
         longest_s = (max(calls), max(forks, default=0.0))
         return dict(zip(FIGURES, (statistics.median(calls), *longest_s), strict=True))
 
     async def _fork(self, count: int) -> None:
         child = await self._runner.fork()  # type: ignore[union-attr]
-        await self._checked(child, "print(count)", count)
+        await self._run_checked(child, "print(count)", count)
         await child.close()
 
     @staticmethod
-    async def _checked(runner: SandboxPool | SandboxSession, code: str, expected: int) -> None:
+    async def _run_checked(runner: SandboxPool | SandboxSession, code: str, expected: int) -> None:
         result = await runner.run(code, DEADLINE_S)
         if (result.status.value, result.output) != ("ok", str(expected)):
             raise RuntimeError(f"got {result}, expected {expected}")
 
     @staticmethod
-    async def _seconds(running: Awaitable[None]) -> float:
+    async def _measure_s(running: Awaitable[None]) -> float:
         begin = time.perf_counter()
         await running
         return time.perf_counter() - begin

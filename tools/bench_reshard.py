@@ -99,11 +99,11 @@ class Case:
 
 def all_cases(transports: Sequence[str]) -> list[Case]:
     """Return all cases of this machine."""
-    found = []
+    cases = []
     for transport in transports:
-        found += [Case(kind, transport, baseline) for kind in KINDS for baseline in BASELINES]
-        found += [Case(kind, transport, None) for kind in UNCOMPARED_KINDS]
-    return found
+        cases += [Case(kind, transport, baseline) for kind in KINDS for baseline in BASELINES]
+        cases += [Case(kind, transport, None) for kind in UNCOMPARED_KINDS]
+    return cases
 
 
 class BenchResults:

@@ -68,7 +68,7 @@ MAX_MODEL_LEN = 160
 
 @dataclass
 class RolloutCounts:
-    """What one side of the benchmark has done; `idle_s` is the time without a running request."""
+    """Counts of one side of the benchmark; `idle_s` is the time without a running request."""
 
     num_running: int = 0
     idle_s: float = 0.0
@@ -230,9 +230,9 @@ class BenchSetup:
                 step=step,
             ),
         )
-        ended = [trajectory for tree in trees for trajectory in tree.trajectories]
-        assert len(ended) == len(prompts) * CONFIG.group_size, "a group is not complete"
-        assert not any(trajectory.failed for trajectory in ended), "engine or tools failed; see log"
+        trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
+        assert len(trajectories) == len(prompts) * CONFIG.group_size, "a group is not complete"
+        assert not any(item.failed for item in trajectories), "engine or tools failed; see log"
 
 
 @asynccontextmanager
@@ -277,7 +277,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
         sides = (bench.stream, bench.lock_step)
         for side in sides:  # the first requests are slower
             await side(prompts[:2], RolloutCounts(), "warm")
-        alone = [
+        batch_walls = [
             statistics.median([await side(batch, RolloutCounts(), "alone") for batch in batches])
             for side in sides
         ]
@@ -294,7 +294,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]
         line("stream/sampled", "tokens", *(c.num_sampled / total for c in counts)),
         line("stream/prefilled", "tokens", *(c.num_prefilled / total for c in counts)),
         line("stream/leaked", "tasks", *leaked),
-        line("batch/wall", "s", *alone),
+        line("batch/wall", "s", *batch_walls),
         line("latency/mean", "s", *(statistics.fmean(c.latencies_s or [0]) for c in counts)),
     ]
 

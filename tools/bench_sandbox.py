@@ -73,7 +73,7 @@ BRANCH = "print(total(7), open('table.txt').read())"
 SESSION_CASES = ("stateful/", "fork/", "refork/", "memory/session")
 ROUNDS = 5
 COLD_CALLS = 12
-"""A multiple of the period of a mix."""
+"""Baseline calls of a rate; a multiple of the period of a mix."""
 DEADLINE_S = 60.0
 
 
@@ -106,7 +106,7 @@ def line(case: str, ours: float, baseline: float, unit: str = "s") -> dict[str, 
 
 def run_cold_subprocess(code: str) -> str:
     """Run `python -c CODE`; raise `RuntimeError` with its stderr if it fails."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -114,9 +114,9 @@ def run_cold_subprocess(code: str) -> str:
         check=False,
         cwd="/tmp",
     )
-    if done.returncode:
-        raise RuntimeError(f"the baseline failed: {done.stderr}")
-    return done.stdout.strip()
+    if completed.returncode:
+        raise RuntimeError(f"the baseline failed: {completed.stderr}")
+    return completed.stdout.strip()
 
 
 def measure_cold_memory_mib() -> float:
@@ -165,7 +165,7 @@ class SandboxBench:
 
     async def _rate(self, case: str, kind: str) -> dict[str, Any]:
         codes = snippets(kind, self._num_calls)
-        few = codes[:COLD_CALLS]
+        cold_codes = codes[:COLD_CALLS]
         ours_s, baseline_s = [], []
         for _ in range(ROUNDS):  # alternating, so that other load affects both sides
             begin = time.perf_counter()
@@ -173,8 +173,8 @@ class SandboxBench:
             ours_s.append((time.perf_counter() - begin) / len(codes))
             begin = time.perf_counter()
             with ThreadPoolExecutor(self._workers) as threads:
-                expected = list(threads.map(run_cold_subprocess, few))
-            baseline_s.append((time.perf_counter() - begin) / len(few))
+                expected = list(threads.map(run_cold_subprocess, cold_codes))
+            baseline_s.append((time.perf_counter() - begin) / len(cold_codes))
             check_equal(answers, expected)
         return line(case, statistics.median(ours_s), statistics.median(baseline_s))
 
@@ -182,17 +182,17 @@ class SandboxBench:
         if kind == "stateful":
             return await self._stateful()
         if kind in ("fork", "refork"):
-            return await self._fork_latencies(both=kind == "refork")
+            return await self._fork_latencies(call_parent=kind == "refork")
         return await measure_interleaved(snippets(kind, self._num_calls), self._run)
 
     async def _stateful(self) -> tuple[list[float], list[float]]:
         session = await self._pool.open()
         codes = [f"x = {n}\nprint(x * 7)" for n in range(self._num_calls)]
-        found = await measure_interleaved(codes, lambda code: checked_output(session.run(code)))
+        latencies = await measure_interleaved(codes, lambda code: checked_output(session.run(code)))
         await session.close()
-        return found
+        return latencies
 
-    async def _fork_latencies(self, *, both: bool) -> tuple[list[float], list[float]]:
+    async def _fork_latencies(self, *, call_parent: bool) -> tuple[list[float], list[float]]:
         ours, baseline = [], []
         replay = "\n".join([*HISTORY, BRANCH])
         for number in range(max(12, self._num_calls // 5)):
@@ -206,7 +206,7 @@ class SandboxBench:
             begin = time.perf_counter()
             child = await session.fork()
             check_equal([await checked_output(child.run(BRANCH))], [expected])
-            if both:
+            if call_parent:
                 check_equal([await checked_output(session.run(BRANCH))], [expected])
             ours.append(time.perf_counter() - begin)
             await child.close()
@@ -214,12 +214,11 @@ class SandboxBench:
         return ours, baseline
 
     async def _memory(self, case: str, detail: str) -> dict[str, Any]:
-        own = psutil.Process().children(recursive=True)
+        processes = psutil.Process().children(recursive=True)
         if detail == "idle":
-            return line(
-                case, proportional_memory_mib(own) / self._workers, measure_cold_memory_mib(), "MiB"
-            )
-        before = proportional_memory_mib(own)
+            ours = proportional_memory_mib(processes) / self._workers
+            return line(case, ours, measure_cold_memory_mib(), "MiB")
+        before = proportional_memory_mib(processes)
         sessions = [await self._pool.open() for _ in range(8)]
         for session in sessions:
             await checked_output(session.run("x = 1\nprint(x)"))

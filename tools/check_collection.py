@@ -98,14 +98,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "elsewhere"
         copy_checkout(ROOT, copy)
-        here = start_collection(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
-        there = start_collection(
+        original = start_collection(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
+        copied = start_collection(
             copy, Path(folder), offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8"
         )
         try:
-            first, second = collected_ids(here), collected_ids(there)
+            first, second = collected_ids(original), collected_ids(copied)
         finally:
-            for child in (here, there):
+            for child in (original, copied):
                 child.kill()
                 child.wait()
     # From another working directory, ids start with the path of the copy.

@@ -46,7 +46,7 @@ def reference() -> str:
     """Return the whole page."""
     head = HEAD.format(count=len(known_keys()), max_chars=MAX_TEXT_CHARS, max_items=MAX_ITEMS)
     parts = [head]
-    users = files_that_set()
+    users = files_by_key()
     for path, section in sections("", TrainConfig):
         parts.append(f"## `{path}`\n" if path else "## The run\n")
         parts.append(inspect.cleandoc(section.__doc__ or "") + "\n")
@@ -97,7 +97,7 @@ def format_file_names(files: list[str]) -> list[str]:
 
 
 def code_lists() -> Iterator[str]:
-    """The registered estimators and losses, and their options."""
+    """Yield lists of the registered estimators and losses with their options."""
     for setting in (ESTIMATORS, LOSSES):
         yield f"### `{setting.key}`\n"
         yield f"Options are set as `{setting.options_key}.OPTION=VALUE`.\n"
@@ -123,7 +123,7 @@ def enum_tables() -> Iterator[str]:
         yield "\n".join(f"* `{choice.name}`: {docs[choice.name]}" for choice in enum) + "\n"
 
 
-def files_that_set() -> dict[str, list[str]]:
+def files_by_key() -> dict[str, list[str]]:
     """Return the yaml files that set each key, as `group/file`."""
     files: dict[str, list[str]] = defaultdict(list)
     folder = find_config_dir()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: choosing cases, the JSON line of a case, and peak memory."""
+"""Selection of cases, the JSON line of a case, and peak memory, for all benchmarks."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _is_docstring(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _skipped(node: ast.AST) -> bool:
+def _is_skipped(node: ast.AST) -> bool:
     """Return whether no change below the node could alter behaviour."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
         return True
@@ -106,7 +106,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
             if name in {"annotation", "returns", "decorator_list"}:
                 continue
             children = value if isinstance(value, list) else [value]
-            todo.extend(c for c in children if isinstance(c, ast.AST) and not _skipped(c))
+            todo.extend(c for c in children if isinstance(c, ast.AST) and not _is_skipped(c))
 
 
 def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
@@ -130,9 +130,9 @@ def _replacements(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
 
 def mutations_of(path: str, source: str) -> list[Mutation]:
     """Return all mutations of one file."""
-    found = []
+    mutations = []
     for top in ast.parse(source).body:
-        if _skipped(top) or _is_docstring(top):
+        if _is_skipped(top) or _is_docstring(top):
             continue
         definition = ast.get_source_segment(source, top) or ""
         for node in _nodes(top):
@@ -140,7 +140,7 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
                 before = ast.get_source_segment(source, target)
                 if before is None:
                     continue
-                found.append(
+                mutations.append(
                     Mutation(
                         path=path,
                         definition=definition,
@@ -151,7 +151,7 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
                         after=after,
                     )
                 )
-    return found
+    return mutations
 
 
 def sample(root: Path, count: int, seed: int) -> list[Mutation]:

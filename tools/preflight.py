@@ -47,7 +47,7 @@ from tools.preflight_parts.report import PreflightFindings, as_json, print_repor
 
 def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFindings:
     """Run all checks; `folder` is for temporary files."""
-    found = PreflightFindings()
+    findings = PreflightFindings()
     try:
         device = DeviceSpec(
             memory_gib=None if args.cpu else args.gpu_gib,
@@ -56,58 +56,60 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
         )
         path = make_config_only_folder(args.model_config, folder) if args.model_config else None
         config = compose_config(args.overrides, model_path=path)
-        found.notes += repeated_keys(args.overrides)
-        found.config, found.device = config, device
+        findings.notes += repeated_keys(args.overrides)
+        findings.config, findings.device = config, device
         check = make_config_check(folder, files=not args.no_files)
         check(config)
-        found.shape = shape = ModelShape.from_folder(config.model.path)
-        found.report = run_preflight(
+        findings.shape = shape = ModelShape.from_folder(config.model.path)
+        findings.report = run_preflight(
             config, shape, device, check, num_gpus=args.gpus, imbalance=args.imbalance
         )
-        found.problems += found.report.problems
-        found.notes += found.report.notes
-        if not found.problems:
+        findings.problems += findings.report.problems
+        findings.notes += findings.report.notes
+        if not findings.problems:
             speeds = {str(link): getattr(args, f"{link}_gbs") * 1e9 for link in LinkType}
-            found.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**speeds))
+            findings.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**speeds))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
-        found.problems.append(_config_error_problem(error))
+        findings.problems.append(_config_error_problem(error))
     else:
-        _add_prompts(found, args)
+        _add_prompts(findings, args)
         if not args.no_files:
-            _add_tool_calls(found)
-    return found
+            _add_tool_calls(findings)
+    return findings
 
 
-def _add_prompts(found: PreflightFindings, args: argparse.Namespace) -> None:
+def _add_prompts(findings: PreflightFindings, args: argparse.Namespace) -> None:
     # Imported here: the import takes a second, too long for reporting a wrong layout.
     from tools.preflight_parts.prompts import has_tokenizer, inspect_prompts
 
-    assert found.config is not None, "the configuration is composed first"
-    if args.no_prompts or not has_tokenizer(found.config):
-        found.notes.append("prompts and chat template were not checked: no tokenizer here")
+    assert findings.config is not None, "the configuration is composed first"
+    if args.no_prompts or not has_tokenizer(findings.config):
+        findings.notes.append("prompts and chat template were not checked: no tokenizer here")
         return
     try:
-        found.prompts, problems, notes = inspect_prompts(found.config)
+        findings.prompts, problems, notes = inspect_prompts(findings.config)
     except ValueError as error:
         problems, notes = [_config_error_problem(error)], []
-    found.problems += problems
-    found.notes += notes
-    for file in found.prompts:
-        if file.key == "data.train" and (note := tree_note(found.config, file.mean_prompt_tokens)):
-            found.notes.append(note)
+    findings.problems += problems
+    findings.notes += notes
+    for file in findings.prompts:
+        if file.key == "data.train" and (
+            note := tree_note(findings.config, file.mean_prompt_tokens)
+        ):
+            findings.notes.append(note)
 
 
-def _add_tool_calls(found: PreflightFindings) -> None:
+def _add_tool_calls(findings: PreflightFindings) -> None:
     from tools.preflight_parts.user_tools import call_user_tools
 
-    assert found.config is not None, "the configuration is composed first"
+    assert findings.config is not None, "the configuration is composed first"
     try:
-        found.tool_calls, problems, notes = call_user_tools(found.config)
+        findings.tool_calls, problems, notes = call_user_tools(findings.config)
     except ValueError as error:
         problems, notes = [_config_error_problem(error)], []
     # The prompts need the tools too.
-    found.problems += [problem for problem in problems if problem not in found.problems]
-    found.notes += notes
+    findings.problems += [problem for problem in problems if problem not in findings.problems]
+    findings.notes += notes
 
 
 def _config_error_problem(error: Exception) -> PreflightProblem:
@@ -126,7 +128,7 @@ def _config_error_problem(error: Exception) -> PreflightProblem:
 
 
 class _AmbiguousFlag(argparse.Action):
-    """`--gpu`, which is short for two flags."""
+    """Rejects `--gpu`, which abbreviates two flags."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.error(
@@ -162,12 +164,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the findings; return 0 if the configuration can run, else 1."""
     args = _parser().parse_intermixed_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        found = collect_findings(args, Path(folder))
+        findings = collect_findings(args, Path(folder))
     if args.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(as_json(findings), indent=2))
     else:
-        print_report(found, Console())
-    return 1 if found.problems else 0
+        print_report(findings, Console())
+    return 1 if findings.problems else 0
 
 
 if __name__ == "__main__":

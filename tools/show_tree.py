@@ -48,16 +48,16 @@ def _trees(path: Path, prompt_id: str | None) -> Iterator[RolloutTree]:
     from mega_agentrl.rollout.io.nodes import to_rollout_tree
     from mega_agentrl.rollout.io.tree_file import read_trees
 
-    found: list[str] = []
+    prompt_ids: list[str] = []
     matched = False
     for stored in read_trees(path):
-        found.append(stored.tree.prompt.prompt_id)
-        if prompt_id in (None, found[-1]):
+        prompt_ids.append(stored.tree.prompt.prompt_id)
+        if prompt_id in (None, prompt_ids[-1]):
             matched = True
             yield to_rollout_tree(stored.tree)
     if not matched:
-        some = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
-        raise ValueError(f"{path}: got --prompt {prompt_id}, expected one of {some}")
+        shown_ids = ", ".join(prompt_ids[:5]) + (", ..." if len(prompt_ids) > 5 else "")
+        raise ValueError(f"{path}: got --prompt {prompt_id}, expected one of {shown_ids}")
 
 
 def _tree_lines(trees: Iterator[RolloutTree]) -> Iterator[str]:

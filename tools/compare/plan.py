@@ -47,7 +47,7 @@ class CompareTask:
     title: str
     experiment: str
     generated: str
-    """Command that writes its input."""
+    """Arguments of `tools/make_tiny_model.py` that write its input."""
 
 
 TASKS = {
@@ -247,7 +247,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
             raise ValueError(f"{override}: expected {reserved[key]} in a comparison")
 
 
-def differing(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+def differing_keys(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ between two nested mappings."""
     left, right = flatten_config(got), flatten_config(expected)
     return [key for key in sorted({*left, *right}) if left.get(key) != right.get(key)]

@@ -37,7 +37,7 @@ class ResultLine:
     settings: str
     """Digest of the run's settings."""
     commit: str
-    """Of the code that made the run."""
+    """Commit of the code that made the run."""
     date: str
     result: FinishedRun
 

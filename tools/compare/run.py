@@ -35,7 +35,7 @@ from mega_agentrl.train.warm_start import run_warm_start
 from mega_agentrl.types.atomic_file import atomic_write
 from mega_agentrl.types.serialization import from_builtins, to_builtins
 from tools.compare.budget import Budget, RolloutCost
-from tools.compare.plan import differing
+from tools.compare.plan import differing_keys
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -46,7 +46,7 @@ SETTINGS, RESULT, PROGRESS = "settings.json", "result.json", "progress.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonSetup:
-    """What all runs share."""
+    """Components and starting point that all runs share."""
 
     components: Components
     """Policy, engine, tools and data."""
@@ -65,7 +65,7 @@ class FinishedRun:
     evaluations: tuple[EvalCostPoint, ...]
     """At equal fractions of the budget; the first before training."""
     stop_reason: str = ""
-    """Why the run ended before its budget was spent; its later evaluations are those of its end."""
+    """Why the run ended before its budget was spent; later evaluations repeat that of its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +99,10 @@ class CostCountingLogger(RunLogger):
         super().__init__(run_dir, config)
         self.rollout_cost = spent
 
-    def log_step(self, step: int, collected: Any, *args: Any, **kwargs: Any) -> None:
+    def log_step(self, step: int, rollout_batch: Any, *args: Any, **kwargs: Any) -> None:
         """Log the step and add its cost."""
-        self.rollout_cost += RolloutCost.of_trees(collected.finished_trees)
-        super().log_step(step, collected, *args, **kwargs)
+        self.rollout_cost += RolloutCost.of_trees(rollout_batch.finished_trees)
+        super().log_step(step, rollout_batch, *args, **kwargs)
 
 
 def make_warm_start(
@@ -110,8 +110,8 @@ def make_warm_start(
 ) -> Path:
     """Return the checkpoint that all runs start from, creating it if needed."""
     claim_folder(folder, settings)
-    if (found := _newest_checkpoint(folder)) is not None:
-        return found
+    if (checkpoint := _newest_checkpoint(folder)) is not None:
+        return checkpoint
     # A warm start that was killed is repeated from its beginning.
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     with RunLogger(folder, base) as logger:
@@ -177,8 +177,8 @@ def _restore(
     policy.set_objective(config.algo, config.rollout.temperature)
     controllers = initial_controllers(config.algo)
     progress = Progress(step=0, cost=RolloutCost(), evaluations=(setup.initial_evaluation,))
-    if (found := _newest_checkpoint(folder)) is not None:
-        state = run_state.load_checkpoint(policy, found)
+    if (checkpoint := _newest_checkpoint(folder)) is not None:
+        state = run_state.load_checkpoint(policy, checkpoint)
         progress = Progress.read(folder, state.step)
         controllers = state.controllers or controllers
         prompts.load_state_dict(state.sampler_state)
@@ -260,7 +260,7 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, settings)
         return
-    if keys := differing(json.loads(path.read_text(encoding="utf-8")), settings):
+    if keys := differing_keys(json.loads(path.read_text(encoding="utf-8")), settings):
         raise ValueError(
             f"{folder}: got a run with other values of {', '.join(keys)}, expected the current "
             "ones; probable cause: other arguments than the first time. Choose another --out, or "

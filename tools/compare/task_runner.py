@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from tools.compare.result_file import ResultFile
     from tools.compare.run import ComparisonSetup, FinishedRun
 
-_SAME_REWARD = 0.004
+_REWARD_TOLERANCE = 0.004
 """Largest difference of two evaluations of the same weights: the engine's log-probs depend on the
-batch in their last bits, which turns a token now and then."""
+batch in their last bits, which occasionally changes a token."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,11 +47,11 @@ class TaskRunner:
     task: CompareTask
     options: CompareOptions
     base: CheckedConfig
-    """Configuration of the baseline, which the warm start is made and evaluated with."""
+    """Configuration of the baseline, with which the warm start is made and evaluated."""
     algorithms: dict[str, CheckedConfig] = field(default_factory=dict)
     """Configurations of the algorithms that can run on the task."""
     skipped: dict[str, str] = field(default_factory=dict)
-    """Reason by algorithm that cannot."""
+    """Why the other algorithms cannot run on the task, by name."""
     on_result: Callable[[], object] = lambda: None
     """Called after each scored run."""
     finished: list[tuple[PlannedRun, FinishedRun]] = field(default_factory=list)
@@ -230,11 +230,11 @@ class TaskRunner:
         """Check that finished runs started from the warm start that was evaluated here.
 
         Raises:
-            ValueError: They did not.
+            ValueError: A run started from another reward.
         """
         for run, result in self.finished:
             start = result.evaluations[0]
-            if run.is_tuning == is_tuning and abs(start.reward - before.reward) > _SAME_REWARD:
+            if run.is_tuning == is_tuning and abs(start.reward - before.reward) > _REWARD_TOLERANCE:
                 raise ValueError(
                     f"{self.task.key}: {run.name} started from a reward of {start.reward:.4f}, "
                     f"expected {before.reward:.4f}, which the warm start has here; probable cause: "

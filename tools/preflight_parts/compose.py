@@ -70,10 +70,10 @@ def make_config_only_folder(config_json: Path, folder: Path) -> str:
     """Create a checkpoint folder with only a config.json below `folder`; return its path."""
     if not config_json.is_file():
         raise ValueError(f"--model-config {config_json}: no such file")
-    place = folder / config_json.stem
-    place.mkdir()
-    shutil.copy(config_json, place / "config.json")
-    return str(place)
+    model_folder = folder / config_json.stem
+    model_folder.mkdir()
+    shutil.copy(config_json, model_folder / "config.json")
+    return str(model_folder)
 
 
 def make_config_check(folder: Path, *, files: bool) -> Callable[[TrainConfig], None]:

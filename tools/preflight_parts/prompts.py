@@ -60,7 +60,7 @@ def inspect_prompts(
 
     codec = HFCodec(config.model.path)
     schemas = _schemas(config, codec)
-    found, problems, remote_notes, sample = [], [], [], None
+    prompt_files, problems, remote_notes, sample = [], [], [], None
     unlimited = replace(config.data, max_prompt_tokens=MAX_TOKENS, truncation=Truncation.error)
     for key in ("data.train", "data.validation", "sft.dev_data"):
         files = _files(config, key)
@@ -82,10 +82,12 @@ def inspect_prompts(
         longest = loaded.prompts[lengths.index(max(lengths))].prompt_id
         num_too_long = sum(length > config.data.max_prompt_tokens for length in lengths)
         mean = _mean_used_tokens(config, lengths)
-        found.append(PromptFile(key, len(lengths), max(lengths), mean, longest, num_too_long))
-    problems += _too_long(config, found)
+        prompt_files.append(
+            PromptFile(key, len(lengths), max(lengths), mean, longest, num_too_long)
+        )
+    problems += _too_long(config, prompt_files)
     notes = _template_notes(config, codec, sample) if sample else []
-    return found, problems, remote_notes + notes
+    return prompt_files, problems, remote_notes + notes
 
 
 def _files(config: TrainConfig, key: str) -> list[DataFile]:

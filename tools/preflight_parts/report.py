@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from tools.preflight_parts.prompts import PromptFile
     from tools.preflight_parts.user_tools import ExampleCall
 
-# Rows that start with "or" are needed at another time than those above: the peak has the largest.
+# Rows that start with "or" and those above are needed at different times; the peak counts the
+# largest.
 _POLICY_PARTS = {
     "weights": "weights",
     "gradients": "gradients, float32",
@@ -76,65 +77,65 @@ class PreflightFindings:
     """Other remarks for the user."""
 
 
-def as_json(found: PreflightFindings) -> dict[str, Any]:
+def as_json(findings: PreflightFindings) -> dict[str, Any]:
     """Return the findings as plain JSON values, with sizes in bytes."""
     plain: dict[str, Any] = {
-        "runs": not found.problems,
-        "problems": [asdict(problem) for problem in found.problems],
-        "notes": found.notes,
-        "prompts": [asdict(file) for file in found.prompts],
-        "tool_calls": [asdict(call) for call in found.tool_calls],
+        "runs": not findings.problems,
+        "problems": [asdict(problem) for problem in findings.problems],
+        "notes": findings.notes,
+        "prompts": [asdict(file) for file in findings.prompts],
+        "tool_calls": [asdict(call) for call in findings.tool_calls],
     }
-    if found.shape is not None:
+    if findings.shape is not None:
         plain["model"] = {
-            "architecture": found.shape.architecture,
-            "parameters": num_parameters(found.shape),
-            "active_parameters": num_active_parameters(found.shape),
+            "architecture": findings.shape.architecture,
+            "parameters": num_parameters(findings.shape),
+            "active_parameters": num_active_parameters(findings.shape),
         }
-    if found.report is not None:
-        engine = found.report.engine
-        plain["num_gpus"] = found.report.num_gpus
-        for name, stages in _trained_models(found.report).items():
+    if findings.report is not None:
+        engine = findings.report.engine
+        plain["num_gpus"] = findings.report.num_gpus
+        for name, stages in _trained_models(findings.report).items():
             plain[name] = [asdict(m) | {"peak": m.peak} for m in stages]
         sums = {"peak": engine.peak, "num_kv_cache_tokens": engine.num_kv_cache_tokens}
         plain["engine"] = asdict(engine) | sums
-    if found.transfer is not None:
-        plain["transfer"] = asdict(found.transfer)
+    if findings.transfer is not None:
+        plain["transfer"] = asdict(findings.transfer)
     return plain
 
 
-def print_report(found: PreflightFindings, console: Console) -> None:
+def print_report(findings: PreflightFindings, console: Console) -> None:
     """Print tables, notes and the result."""
-    if found.shape is not None:
-        total, active = num_parameters(found.shape), num_active_parameters(found.shape)
+    if findings.shape is not None:
+        total, active = num_parameters(findings.shape), num_active_parameters(findings.shape)
         used = f", {_format_count(active)} active per token" if active != total else ""
-        console.print(f"{found.shape.architecture}: {_format_count(total)} parameters{used}")
-    if found.report is not None and found.config is not None and found.device is not None:
-        for name, stages in _trained_models(found.report).items():
-            console.print(_ranks_table(name, stages, found.device, found.config))
-        console.print(_engine_table(found.report, found.device, found.config))
-    if found.transfer is not None:
-        console.print(_transfer_line(found.transfer))
-    for file in found.prompts:
+        console.print(f"{findings.shape.architecture}: {_format_count(total)} parameters{used}")
+    if findings.report is not None and findings.config is not None and findings.device is not None:
+        for name, stages in _trained_models(findings.report).items():
+            console.print(_ranks_table(name, stages, findings.device, findings.config))
+        console.print(_engine_table(findings.report, findings.device, findings.config))
+    if findings.transfer is not None:
+        console.print(_transfer_line(findings.transfer))
+    for file in findings.prompts:
         console.print(
             f"{file.key}: {file.num_prompts} prompts, the longest has {file.max_prompt_tokens} "
             "tokens"
         )
-    for call in found.tool_calls:
-        given = json.dumps(dict(call.arguments), ensure_ascii=False)
+    for call in findings.tool_calls:
+        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
         answer = call.answer if len(call.answer) <= _MAX_ANSWER else call.answer[:_MAX_ANSWER] + "…"
-        console.print(f"tool {call.tool} {given}: {call.status}, {answer}", markup=False)
-    for note in found.notes:
+        console.print(f"tool {call.tool} {arguments}: {call.status}, {answer}", markup=False)
+    for note in findings.notes:
         console.print(f"note: {note}", markup=False)
-    for problem in found.problems:
+    for problem in findings.problems:
         console.print(f"[bold red]cannot run[/]: {problem.config_key}", highlight=False)
         console.print(f"  {problem.message}", markup=False)
         for number, change in enumerate(problem.suggestions):
             console.print(f"  {'solution' if not number else '      or'}: {change}", markup=False)
         if problem.is_searched and not problem.suggestions:
             console.print("  no solution with a few changed keys was found", markup=False)
-    if not found.problems:
-        num = found.report.num_gpus if found.report else 0
+    if not findings.problems:
+        num = findings.report.num_gpus if findings.report else 0
         console.print(f"[bold green]can run[/] on {num} devices")
 
 

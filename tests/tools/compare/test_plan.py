@@ -14,7 +14,7 @@ from tools.compare.plan import (
     CompareOptions,
     check_overrides,
     check_run,
-    differing,
+    differing_keys,
     find_skip_reason,
     list_presets,
     make_algorithm_config,
@@ -111,7 +111,7 @@ def test_a_run_has_its_own_seed_rate_folder_and_settings(checked, options):
     assert (scored.config.seed, scored.config.optim.lr) == (2, 3e-4)
     assert scored.config.run_dir.endswith("runs/x/toolqa/runs/arpo-lr0.0003-seed2")
     assert tuning.config.run_dir.endswith("runs/x/toolqa/tuning/arpo-lr0.0001-seed9")
-    assert differing(scored.settings, tuning.settings) == ["optim.lr", "seed"]
+    assert differing_keys(scored.settings, tuning.settings) == ["optim.lr", "seed"]
     assert scored.settings["optim"]["lr"] == 3e-4
     assert scored.settings["budget"]["num_tokens"] == 500
     assert "run_dir" not in scored.settings
@@ -127,5 +127,5 @@ def test_what_the_comparison_chooses_is_no_override(override):
 def test_differing_keys_by_hand():
     one = {"a": 1, "b": {"c": 2, "d": [1]}, "only": None}
     other = {"a": 1, "b": {"c": 3, "d": [1]}, "new": 5}
-    assert differing(one, other) == ["b.c", "new"]
-    assert differing(one, one) == []
+    assert differing_keys(one, other) == ["b.c", "new"]
+    assert differing_keys(one, one) == []
