@@ -55,7 +55,7 @@ OBJECTIVE_METRICS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorTraits:
-    """What an advantage estimator needs and returns."""
+    """Needs and results of an advantage estimator."""
 
     needs_groups: bool = False
     """Whether it compares the trajectories of a prompt and learns nothing from a single one."""
@@ -75,7 +75,7 @@ class EstimatorTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTraits:
-    """What a policy loss takes and returns."""
+    """Needs and results of a policy loss."""
 
     metrics: tuple[str, ...] = ()
     """Names of its metrics, each a mean over the unmasked positions."""

@@ -70,7 +70,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """What a function or a class declares."""
+    """Traits and options that a function or a class declares."""
 
     name: str
     """Name that it is registered with, or else its own."""

@@ -44,7 +44,7 @@ class PlannedKill:
 
 @dataclass(slots=True)
 class RunHistory:
-    """What happened in a run."""
+    """Events of a run."""
 
     folder: Path
     duration_s: float = 0.0
@@ -52,7 +52,7 @@ class RunHistory:
     executed_kills: list[tuple[float, PlannedKill]] = field(default_factory=list)
     """Kills that were executed, with their times in seconds."""
     num_failures: int = 0
-    """How often the driver ended unfinished without being killed."""
+    """Number of times that the driver ended unfinished without being killed."""
     leftover_processes: dict[int, str] = field(default_factory=dict)
     """Command lines of processes that outlived the run, by pid."""
     step_times_s: dict[int, float] = field(default_factory=dict)

@@ -169,7 +169,7 @@ class AlgoConfig(Section, key="algo"):
 
     @property
     def estimator(self) -> EstimatorTraits:
-        """What the advantage estimator needs and returns.
+        """Traits of the advantage estimator.
 
         Raises:
             ConfigError: It is a user function that cannot be used.
@@ -178,7 +178,7 @@ class AlgoConfig(Section, key="algo"):
 
     @property
     def loss_traits(self) -> LossTraits:
-        """What the policy loss takes and returns.
+        """Traits of the policy loss.
 
         Raises:
             ConfigError: It is a user function that cannot be used.
