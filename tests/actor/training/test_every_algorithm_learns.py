@@ -1,10 +1,12 @@
-"""Every preset, with the real policy: what was rewarded becomes more probable."""
+"""Every preset and estimator, with the real policy: what was rewarded becomes more probable."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from mega_agentrl.config.algorithm_traits import ESTIMATORS
+from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.types.batch import TrainBatch
 from tests.actor.training.learning_jobs import learn
 
@@ -13,6 +15,12 @@ pytest.importorskip("hydra", reason="the presets are composed by Hydra")
 from tests.config.presets import PRESETS, preset
 
 OPEN, CLOSE, ANSWER = 1, 2, 3
+ALGOS = {name: preset(name).algo for name in PRESETS}
+ALGOS |= {
+    name: AlgoConfig(advantage=name)
+    for name in ESTIMATORS.registered()
+    if name not in {algo.advantage for algo in ALGOS.values()}
+}
 REWARDS = (1.0, 0.0, 0.0, 0.0)
 
 
@@ -53,14 +61,13 @@ def groups():
 
 @pytest.fixture(scope="module")
 def learned(rank_pool, train_config, checkpoints, groups):
-    """Return the change of each token's log-prob, [B, T], by preset."""
+    """Return the change of each token's log-prob, [B, T], by preset or estimator."""
     config = train_config(checkpoints[True])
-    algos = {name: preset(name).algo for name in PRESETS}
-    (found,) = rank_pool.run(learn, 1, config, groups, list(algos.values()), ((OPEN,), (CLOSE,)))
-    return {name: after - before for name, (before, after) in zip(algos, found, strict=True)}
+    (found,) = rank_pool.run(learn, 1, config, groups, list(ALGOS.values()), ((OPEN,), (CLOSE,)))
+    return {name: after - before for name, (before, after) in zip(ALGOS, found, strict=True)}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ALGOS)
 def test_the_rewarded_answer_becomes_more_probable(name, learned, groups):
     own_BT = groups.mask_BT.clone()
     own_BT[:, :5] = False  # the turn that an answer does not share

@@ -13,6 +13,8 @@ from mega_agentrl.data.converters.bfcl import (
     MAX_ANSWERS,
     NEW_FUNCTIONS_MESSAGE,
     convert_bfcl,
+    convert_bfcl_conversations,
+    function_schema,
     possible_answers,
 )
 from mega_agentrl.data.converters.source_row import SourceRow
@@ -110,6 +112,75 @@ def test_an_excluded_function_is_never_offered():
     question = {**MULTI, "excluded_function": ["mkdir"]}
     for row in convert_bfcl(rows(question) + rows(MULTI_ANSWER) + documents(), "bfcl").rows:
         assert '"mkdir"' not in row["prompt"][0]["content"]
+
+
+def test_a_conversation_is_one_row_with_its_scenario_turns_and_calls():
+    source = rows(SIMPLE | SIMPLE_ANSWER, MULTI) + rows(MULTI_ANSWER, file="a.json") + documents()
+    converted = convert_bfcl_conversations(source, "bfcl_multi_turn")
+    (row,) = converted.rows
+    assert sum(converted.notes.values()) == 1  # the question of one turn
+    assert row["prompt"] == MULTI["question"][0]
+    assert [one["function"]["name"] for one in json.loads(row["tools"])] == ["cd", "mkdir"]
+    extra = row["extra_info"]
+    scenario = {
+        "initial_config": '{"GorillaFileSystem": {}}',
+        "involved_classes": ["GorillaFileSystem"],
+        "long_context": False,
+    }
+    assert extra["tools_kwargs"] == {
+        "cd": {"create_kwargs": scenario},
+        "mkdir": {"create_kwargs": None},
+    }
+    assert extra["interaction_kwargs"] == {
+        "name": "state_check",
+        "turns": ["Make temp there."],
+        "ground_truth": MULTI_ANSWER["ground_truth"],
+        "excluded_functions": [],
+        **scenario,
+    }
+
+
+def test_a_conversation_describes_held_back_functions_where_it_hands_them_out():
+    changes = {"question": [MULTI["question"][0], []], "missed_function": {"1": ["mkdir"]}}
+    question = MULTI | changes | {"id": "multi_turn_long_context_1"}
+    answer = {**MULTI_ANSWER, "id": question["id"]}
+    (row,) = convert_bfcl_conversations(rows(question, answer) + documents(), "bfcl").rows
+    assert "mkdir" not in row["tools"]
+    (text,) = row["extra_info"]["interaction_kwargs"]["turns"]
+    assert '"name": "mkdir"' in text and text.endswith(NEW_FUNCTIONS_MESSAGE["content"])
+    assert list(row["extra_info"]["tools_kwargs"]) == ["cd", "mkdir"]
+    assert row["extra_info"]["interaction_kwargs"]["long_context"]
+
+
+def test_a_conversation_lacks_excluded_functions():
+    question = {**MULTI, "excluded_function": ["cd"]}
+    (row,) = convert_bfcl_conversations(rows(question, MULTI_ANSWER) + documents(), "bfcl").rows
+    assert list(row["extra_info"]["tools_kwargs"]) == ["mkdir"]
+    assert row["extra_info"]["interaction_kwargs"]["excluded_functions"] == ["cd"]
+
+
+@pytest.mark.parametrize(
+    "truth", [[["cd('document')"]], [["cd('document')"], "mkdir()"]], ids=["one_less", "no_list"]
+)
+def test_a_conversation_with_other_answers_is_refused(truth):
+    source = rows(MULTI, MULTI_ANSWER | {"ground_truth": truth}) + documents()
+    with pytest.raises(ValueError, match="field ground_truth"):
+        convert_bfcl_conversations(source, "bfcl")
+
+
+def test_descriptions_get_the_type_names_of_json_schema():
+    nested = {"type": "dict", "properties": {"x": {"type": "float"}, "y": {"type": "any"}}}
+    parameters = {"type": "dict", "properties": {"type": {"type": "tuple", "items": nested}}}
+    schema = function_schema({"name": "f", "parameters": parameters, "response": {}})
+    inner = {"type": "object", "properties": {"x": {"type": "number"}, "y": {}}}
+    assert schema["function"] == {
+        "name": "f",
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {"type": {"type": "array", "items": inner}},
+        },
+    }
 
 
 def test_irrelevance_wants_no_call_and_relevance_cannot_be_checked():
