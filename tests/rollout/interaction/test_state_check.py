@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,16 @@ def call(tool, /, **arguments):
 
 ADD, ASK = call("add", name="rent", priority=3), call("most_urgent")
 FINISH = call("finish", name="rent")
+
+
+def in_real_time(test):
+    """Run a coroutine as a test in real time, since virtual time does not wait for threads."""
+
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +91,7 @@ async def conversation(codec, messages, *, options=None, **changes):
         *("wrong_state", "no_call", "missing_result", "result_of_an_earlier_turn"),
     ],
 )
+@in_real_time
 async def test_a_conversation_ends_with_its_reward(codec, messages, reward):
     got = await conversation(codec, messages)
     assert got.stop_reason is StopReason.interaction_end
@@ -86,6 +99,7 @@ async def test_a_conversation_ends_with_its_reward(codec, messages, reward):
     assert ("That is done." in got.response_text) == bool(reward)
 
 
+@in_real_time
 async def test_a_turn_without_an_expected_call_counts_by_its_state_alone(codec):
     truth = [[], ["add(name='rent', priority=3)"], TRUTH[2]]
     right = await conversation(codec, ["?", ADD, "ok", FINISH, "bye"], ground_truth=truth)
@@ -96,6 +110,7 @@ async def test_a_turn_without_an_expected_call_counts_by_its_state_alone(codec):
     assert rewards == [1.0, 1.0, 0.0]
 
 
+@in_real_time
 async def test_calls_beyond_the_limit_have_not_been_made(codec):
     truth = [["add(name='a')", "add(name='b')"]]
     both = call("add", name="a") + call("add", name="b")
@@ -106,12 +121,14 @@ async def test_calls_beyond_the_limit_have_not_been_made(codec):
         assert got.tool_rewards == {"state_check": reward}
 
 
+@in_real_time
 async def test_a_conversation_that_does_not_reach_its_end_has_no_reward(codec):
     got = await conversation(codec, [ADD, "ok", ASK, "rent"], options={"max_turns": 4})
     assert got.stop_reason is StopReason.turn_limit
     assert got.tool_rewards == {"state_check": 0.0}
 
 
+@in_real_time
 async def test_an_excluded_function_changes_nothing():
     user = StateCheckUser(CLASSES)
     asked = [{"role": "user", "content": "?"}]
@@ -126,6 +143,7 @@ async def test_an_excluded_function_changes_nothing():
         assert await user.calc_reward(state) == reward
 
 
+@in_real_time
 async def test_a_fork_goes_on_with_copies_on_both_sides(codec):
     kit = make_kit(codec, *ApiClasses(CLASSES).tools())
     user = InteractionRegistry([StateCheckUser(CLASSES)])
