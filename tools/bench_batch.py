@@ -24,7 +24,9 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
-from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig  # noqa: E402
+from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, ParallelConfig  # noqa: E402
 from mega_agentrl.estimate.host_memory import MIB  # noqa: E402
 from mega_agentrl.runtime.workers.batch_sender import BatchSender  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
@@ -117,20 +119,25 @@ def measure_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[float,
 def check_shard(batch: TrainBatch, update: Any, scored: Any) -> None:
     """Raise `RuntimeError` if a data rank does not have the rows of the batch."""
     rows, cpu = update.gather_rows(scored), torch.device("cpu")
+    sequences = rows.sequences(range(rows.num_rows))
     logp_RT = update.targets.padded("old_logp", range(rows.num_rows), cpu)
     for index, row in enumerate(rows.row_R.tolist()):
         length = int(batch.length_B[row])
         tokens = [*batch.prompt_ids[row], *batch.response_BT[row, :length].tolist()]
         same_values = torch.equal(logp_RT[index, :length], batch.old_logp_BT[row, :length])
-        if rows.sequence(index).tolist() != tokens or not same_values:
+        if sequences[index].tolist() != tokens or not same_values:
             raise RuntimeError(f"row {row}: the data rank got other tokens or log-probs")
 
 
-def measure(args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Return the value of each case for our code and for the baseline."""
+def measure(args: argparse.Namespace, model_folder: str) -> dict[str, tuple[float, float]]:
+    """Return the value of each case for our code and for the baseline.
+
+    Data ranks are balanced by the cost of the model whose config.json is in `model_folder`.
+    """
     batch = make_batch(args.rows, args.tokens)
     sender = BatchSender(
         TrainConfig(
+            model=ModelConfig(path=model_folder),
             parallel=ParallelConfig(data=args.data),
             optim=OptimConfig(num_minibatches=args.minibatches),
         ),
@@ -179,7 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    values = measure(args)
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(ROOT / "tools" / "model_configs" / "qwen2.5-7b.json", f"{folder}/config.json")
+        values = measure(args, folder)
     for case in chosen:
         ours, baseline = values[case]
         unit = "s" if case.startswith("seconds") else "MiB"

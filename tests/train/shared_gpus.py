@@ -15,7 +15,7 @@ from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
 from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
-from tests.estimate.shapes import write_model_config
+from tests.estimate.shapes import config_folder
 from tests.fakes import FakeGenerator
 from tests.train.conftest import FakePolicy
 
@@ -25,7 +25,7 @@ class Ranks(PolicyGroup):
 
     def __init__(self, config, calls):
         super().__init__([None], config)
-        shape = replace(config.model, path=write_model_config(config.run_dir))
+        shape = replace(config.model, path=config_folder())
         self._sender = BatchSender(replace(config, model=shape), put=lambda shard: shard)
         self.calls, self.fake, self.parts = calls, FakePolicy(), ALL_STATE
 

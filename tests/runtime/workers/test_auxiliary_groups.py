@@ -20,12 +20,15 @@ from mega_agentrl.runtime.inputs import check_tokenizers
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
 from mega_agentrl.types.errors import AuxiliaryModelLostError
+from tests.estimate.shapes import config_folder
 from tests.fakes import CharCodec
 from tests.runtime.workers.test_policy_group import batch, response_tokens
 from tests.tiny_models import make_tiny_model
 from tests.train_batches import select_rows
 
-TWO_DATA_RANKS = TrainConfig(parallel=ParallelConfig(data=2))
+TWO_DATA_RANKS = TrainConfig(
+    model=ModelConfig(path=config_folder()), parallel=ParallelConfig(data=2)
+)
 
 
 @ray.remote(num_cpus=0)

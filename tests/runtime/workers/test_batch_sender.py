@@ -6,14 +6,14 @@ from mega_agentrl.batch.packed_rows import POLICY_TARGETS
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, ParallelConfig
 from mega_agentrl.runtime.workers.batch_sender import BatchSender
-from tests.estimate.shapes import write_model_config
+from tests.estimate.shapes import config_folder
 from tests.parallel.reference import make_batch
 
 
 @pytest.fixture
-def sender(tmp_path):
+def sender():
     config = TrainConfig(
-        model=ModelConfig(path=write_model_config(tmp_path)),
+        model=ModelConfig(path=config_folder()),
         parallel=ParallelConfig(data=2),
         optim=OptimConfig(micro_batch_tokens=24, num_minibatches=2),
     )

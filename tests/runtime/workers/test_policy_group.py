@@ -14,11 +14,12 @@ from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
-from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS, PolicyGroup
 from mega_agentrl.types.batch import TrainBatch, UpdateStats
 from mega_agentrl.types.errors import RankLostError
+from tests.estimate.shapes import config_folder
 
 
 @ray.remote(num_cpus=0)
@@ -82,8 +83,10 @@ def response_tokens(rows):
     """Return the response tokens of all rows, float32."""
     return np.concatenate(
         [
-            rows.sequence(index)[length:].astype(np.float32)
-            for index, length in enumerate(rows.prompt_length_R)
+            tokens[length:].astype(np.float32)
+            for tokens, length in zip(
+                rows.sequences(range(rows.num_rows)), rows.prompt_length_R, strict=True
+            )
         ]
     )
 
@@ -105,7 +108,11 @@ def batch():
 
 
 def group_of(actors, **algo):
-    config = TrainConfig(algo=AlgoConfig(**algo), parallel=ParallelConfig(data=len(actors)))
+    config = TrainConfig(
+        model=ModelConfig(path=config_folder()),
+        algo=AlgoConfig(**algo),
+        parallel=ParallelConfig(data=len(actors)),
+    )
     return PolicyGroup(actors, config), actors
 
 
