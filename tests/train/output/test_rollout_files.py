@@ -95,7 +95,7 @@ def test_rows_of_one_trajectory_count_together(tree):
 def test_a_batch_of_other_trees_is_refused(tree):
     with pytest.raises(ValueError, match="no advantages"):
         mean_advantages([tree], pack_trees([tree]))
-    with pytest.raises(ValueError, match=r"rows of 4, .* 0 trajectories"):
+    with pytest.raises(ValueError, match=r"4 trajectories, .* 0 trajectories"):
         mean_advantages([], packed(tree, float))
 
 
