@@ -75,7 +75,7 @@ def test_json_gives_back_the_same_values():
     ("change", "key"),
     [
         (lambda plain: plain.pop("sampler_state"), "missing required field `sampler_state`"),
-        (lambda plain: plain.pop("last_validated_step"), "not .'last_validated_step'."),
+        (lambda plain: plain.pop("last_validated_step"), "lacks .'last_validated_step'."),
         (lambda plain: plain.update(more=1), "unknown fields .'more'."),
     ],
     ids=["missing", "missing default", "unknown"],
