@@ -41,16 +41,16 @@ def test_calls_in_order(text, expected):
 @pytest.mark.parametrize(
     ("body", "name", "what"),
     [
-        ('{"name": "search", "arguments": {', "search", "no JSON"),
-        ("search('a')", UNKNOWN_TOOL, "no JSON"),
+        ('{"name": "search", "arguments": {', "search", "not JSON"),
+        ("search('a')", UNKNOWN_TOOL, "not JSON"),
         ("[1]", UNKNOWN_TOOL, "no name"),
         ('{"arguments": {}}', UNKNOWN_TOOL, "no name"),
         ('{"name": 3}', UNKNOWN_TOOL, "no name"),
-        ('{"name": "search", "arguments": [1]}', "search", "no object"),
-        ('{"name": "search", "arguments": "a"}', "search", "no JSON"),
+        ('{"name": "search", "arguments": [1]}', "search", "not an object"),
+        ('{"name": "search", "arguments": "a"}', "search", "not JSON"),
         ('{"name": "search", "arguments": {"x": NaN}}', "search", "NaN"),
-        ("[" * 5000, UNKNOWN_TOOL, "no JSON"),
-        ('{"name": "search", "arguments": {"x": ' + "9" * 5000 + "}}", "search", "no JSON"),
+        ("[" * 5000, UNKNOWN_TOOL, "not JSON"),
+        ('{"name": "search", "arguments": {"x": ' + "9" * 5000 + "}}", "search", "not JSON"),
     ],
 )
 def test_invalid_calls_say_what_was_expected(body, name, what):
