@@ -1,8 +1,8 @@
-"""Tools that are the methods of the user's API classes, whose instances live in a trajectory.
+"""Tools that are the methods of the user's API classes, of which each trajectory has instances.
 
 An API class simulates a service with a state, as in the multi-turn part of BFCL: a file system, a
 ticket desk. Every public method is a tool; schema and description come from its type hints and
-docstring. The classes are the user's, named in `tool.user_tools_file`::
+docstring. The user writes the classes and names them in `tool.user_tools_file`::
 
     - class_name: mega_agentrl.tool.api_classes.ApiClasses
       config:
@@ -19,8 +19,8 @@ method `_load_scenario`, it is called with the class's part of the initial confi
     long_context        true calls `_load_scenario(config, long_context=True)`; default: false
 
 A fork copies the instances with `copy.deepcopy`. What a method returns is shown as BFCL shows it: a
-text as it is, a dict as JSON, anything else as `str`. An exception of a method is the policy's
-error, which it reads. Methods run in a thread, one at a time in a trajectory.
+text as it is, a dict as JSON, anything else as `str`. An exception of a method is an error of the
+policy, which reads its text. Methods run in a thread, one at a time in a trajectory.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ class ApiState:
     def attributes(self) -> dict[str, dict[str, Any]]:
         """Return the attributes of each instance that do not start with an underscore."""
         return {
-            name: {key: value for key, value in vars(one).items() if not key.startswith("_")}
-            for name, one in self.instances.items()
+            name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
+            for name, instance in self.instances.items()
         }
 
     def _find_method(self, name: str) -> Any:
         owner, _, method = name.rpartition(".")
-        for class_name, one in self.instances.items():
-            if owner in ("", class_name) and method in method_names(type(one)):
-                return getattr(one, method)
+        for class_name, instance in self.instances.items():
+            if owner in ("", class_name) and method in method_names(type(instance)):
+                return getattr(instance, method)
         raise ValueError(f"there is no function {name}")
 
 
@@ -99,8 +99,8 @@ class ApiClasses(ToolSet):
 
     Args:
         classes: references to classes, `FILE.py:NAME` or `package.module:NAME`.
-        check_types: whether a call is refused whose arguments have other types than the hints;
-            BFCL runs it.
+        check_types: whether to refuse a call whose arguments have other types than the hints,
+            which BFCL would run.
 
     Raises:
         ConfigError: a class cannot be loaded, two have the same name or a method of the same name,
@@ -111,19 +111,19 @@ class ApiClasses(ToolSet):
         self._classes: dict[str, type] = {}
         self._methods: dict[str, ApiMethod] = {}
         for reference in classes:
-            found = load_user_object(reference, "classes", _EXPECTED_CLASS)
-            if not isinstance(found, type):
-                raise ConfigError("classes", reference, _EXPECTED_CLASS, f"got {found!r}")
-            if found.__name__ in self._classes:
+            api_class = load_user_object(reference, "classes", _EXPECTED_CLASS)
+            if not isinstance(api_class, type):
+                raise ConfigError("classes", reference, _EXPECTED_CLASS, f"got {api_class!r}")
+            if api_class.__name__ in self._classes:
                 raise ConfigError("classes", reference, "classes with different names")
-            self._classes[found.__name__] = found
-            for name in method_names(found):
+            self._classes[api_class.__name__] = api_class
+            for name in method_names(api_class):
                 if name in self._methods:
                     raise ConfigError(
-                        "classes", reference, f"another name than {name} for its method", "taken"
+                        "classes", reference, f"a method name other than {name}", "it is taken"
                     )
                 self._methods[name] = ApiMethod(
-                    self, name, getattr(found(), name), check_types=check_types
+                    self, name, getattr(api_class(), name), check_types=check_types
                 )
 
     def tools(self) -> Sequence[Tool]:
@@ -144,14 +144,14 @@ class ApiClasses(ToolSet):
             ValueError: the scenario is malformed or names unknown classes. Errors of the classes
                 themselves pass through.
         """
-        configs, involved = self._parse_scenario(scenario)
+        configs, class_names = self._parse_scenario(scenario)
         instances = {}
-        for name in involved:
-            one = self._classes[name]()
-            if hasattr(one, "_load_scenario"):
+        for name in class_names:
+            instance = self._classes[name]()
+            if hasattr(instance, "_load_scenario"):
                 options = {"long_context": True} if scenario.get("long_context") else {}
-                one._load_scenario(copy.deepcopy(configs.get(name, {})), **options)
-            instances[name] = one
+                instance._load_scenario(copy.deepcopy(configs.get(name, {})), **options)
+            instances[name] = instance
         return ApiState(instances)
 
     def check_scenario(self, scenario: Mapping[str, Any]) -> None:
@@ -169,16 +169,16 @@ class ApiClasses(ToolSet):
             try:
                 configs = json.loads(configs)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"initial_config={configs[:200]!r}: no JSON: {error}") from error
+                raise ValueError(f"initial_config={configs[:200]!r}: not JSON: {error}") from error
         if not isinstance(configs, dict):
             raise ValueError(f"initial_config={configs!r:.200}: expected an object")  # noqa: TRY004
-        involved = scenario.get("involved_classes") or list(self._classes)
-        if unknown := sorted({*involved, *configs} - set(self._classes)):
+        class_names = scenario.get("involved_classes") or list(self._classes)
+        if unknown := sorted({*class_names, *configs} - set(self._classes)):
             raise ValueError(
                 f"involved_classes, initial_config: got {unknown}, expected some of "
                 f"{sorted(self._classes)}; probable cause: tool.user_tools_file lacks a class"
             )
-        return configs, involved
+        return configs, class_names
 
 
 class ApiMethod(Tool):
@@ -188,7 +188,7 @@ class ApiMethod(Tool):
         api: the classes, whose tools share a state.
         name: name of the method.
         method: the method of some instance, for hints and docstring.
-        check_types: see `ApiClasses`.
+        check_types: whether to refuse arguments of other types than the hints.
     """
 
     text_argument = ALL_ARGUMENTS_AS_JSON
@@ -220,7 +220,7 @@ class ApiMethod(Tool):
     async def execute(
         self, state: ApiState, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
     ) -> ToolResponse:
-        """Call the method; what it raises is an error of the policy."""
+        """Call the method; an exception of the method is an error of the policy."""
         text, is_ok = await run_in_thread(lambda: state.call(self.name, (), arguments))
         return ToolResponse(text=text, status=ToolStatus.ok if is_ok else ToolStatus.user_error)
 
@@ -229,9 +229,9 @@ class ApiMethod(Tool):
         return await run_in_thread(partial(copy.deepcopy, state))  # type: ignore[no-any-return]
 
 
-def method_names(kind: type) -> list[str]:
+def method_names(api_class: type) -> list[str]:
     """Return the names of a class's public methods, in alphabetical order."""
-    members = inspect.getmembers(kind, inspect.isfunction)
+    members = inspect.getmembers(api_class, inspect.isfunction)
     return [name for name, _ in members if not name.startswith("_")]
 
 

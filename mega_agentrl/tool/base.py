@@ -72,8 +72,8 @@ class Tool(ABC):
     time.
     """
     state_group: object | None = None
-    """Tools with the same group share one state in a trajectory, whose life the first of them
-    manages, with the kwargs of all; their calls take turns.
+    """Tools with the same group share one state in a trajectory, and their calls take turns. The
+    first of them creates, copies and releases the state, with the kwargs of all.
     """
 
     def schema(self) -> dict[str, Any]:

@@ -263,8 +263,8 @@ class TrajectoryToolSession:
     def _group_kwargs(self, owner: str, key: str) -> dict[str, Any]:
         """Return the kwargs of all tools whose state the owner manages."""
         merged: dict[str, Any] = {}
-        for name, own in self._owners.items():
-            if own == owner:
+        for name, name_of_owner in self._owners.items():
+            if name_of_owner == owner:
                 merged |= self._kwargs_for(name, key)
         return merged
 

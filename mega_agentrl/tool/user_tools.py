@@ -94,11 +94,11 @@ def _make_tools(entry: UserEntry) -> list[Tool]:
         tools = [copy.copy(target)]
     else:
         tools = [entry.construct(target, Tool, _EXPECTED_CLASS)]
-    return [_configured(tool, entry) for tool in tools]
+    return [_configure_tool(tool, entry) for tool in tools]
 
 
-def _configured(tool: Tool, entry: UserEntry) -> Tool:
-    """Return the tool with the settings of the entry, after the checks of its class."""
+def _configure_tool(tool: Tool, entry: UserEntry) -> Tool:
+    """Apply the settings of the entry to the tool, check its class and return the tool."""
     if (timeout_s := entry.limit("timeout_s")) is not None:
         tool.timeout_s = float(timeout_s)
     if (max_concurrent := entry.limit("max_concurrent", is_whole=True)) is not None:

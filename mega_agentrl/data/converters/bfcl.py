@@ -114,8 +114,8 @@ def convert_bfcl_conversations(rows: Sequence[SourceRow], data_source: str) -> C
     The prompt is the first turn. `tools_kwargs` name the functions, and the first of them has the
     initial configuration of the classes; `interaction_kwargs` have the further turns and the calls
     that are expected in each. The column `tools` has the descriptions of the functions that are
-    offered at first. Those held back until a later turn are described in the user's message there;
-    as in BFCL, a call that guesses one earlier runs.
+    offered at first. The user's message of a later turn describes the functions that were held back
+    until then; as in BFCL, an earlier call of such a function runs.
 
     Raises:
         ValueError: a row is malformed; the message names row and field.
@@ -135,12 +135,12 @@ def _conversation_row(
 ) -> dict[str, Any]:
     category = _category(row)
     turns, truth = _parse_turns(row), row.get_list("ground_truth")
-    if len(truth) != len(turns) or not all(_is_texts(calls) for calls in truth):
+    if len(truth) != len(turns) or not all(_is_list_of_texts(calls) for calls in truth):
         raise row.error(
             "ground_truth", truth, f"{len(turns)} lists of calls as text", _OTHER_ANSWERS
         )
-    functions = [function_schema(one) for one in _available_functions(row, documents)]
-    names = [one["function"]["name"] for one in functions]
+    functions = [function_schema(function) for function in _available_functions(row, documents)]
+    names = [function["function"]["name"] for function in functions]
     offered = _offered_names(functions, row, len(turns))
     scenario = {
         "initial_config": json.dumps(row.get_json("initial_config"), ensure_ascii=False),
@@ -149,11 +149,14 @@ def _conversation_row(
     }
     texts = []
     for number in range(1, len(turns)):
-        new = [one for one in functions if one["function"]["name"] in offered[number]]
-        new = [one for one in new if one["function"]["name"] not in offered[number - 1]]
-        shown = [json.dumps(one, ensure_ascii=False) for one in new]
-        said = turns[number] or [NEW_FUNCTIONS_MESSAGE]
-        texts.append("\n\n".join([*shown, *(message["content"] for message in said)]))
+        new_names = offered[number] - offered[number - 1]
+        descriptions = [
+            json.dumps(function, ensure_ascii=False)
+            for name, function in zip(names, functions, strict=True)
+            if name in new_names
+        ]
+        messages = turns[number] or [NEW_FUNCTIONS_MESSAGE]
+        texts.append("\n\n".join([*descriptions, *(message["content"] for message in messages)]))
     converted = make_rl_row(
         data_source=data_source,
         messages=turns[0],
@@ -175,8 +178,10 @@ def _conversation_row(
             },
         },
     )
-    at_first = [one for one in functions if one["function"]["name"] in offered[0]]
-    return converted | {"tools": json.dumps(at_first, ensure_ascii=False)}
+    first = [
+        function for name, function in zip(names, functions, strict=True) if name in offered[0]
+    ]
+    return converted | {"tools": json.dumps(first, ensure_ascii=False)}
 
 
 def function_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,21 +202,22 @@ def _json_schema(value: Any) -> Any:
         return [_json_schema(item) for item in value]
     if not isinstance(value, Mapping):
         return value
-    found = {key: _json_schema(item) for key, item in value.items()}
-    if isinstance(found.get("type"), str):
-        found["type"] = _JSON_TYPES.get(found["type"], found["type"])
-        if found["type"] == "any":
-            del found["type"]
-    return found
+    schema = {key: _json_schema(item) for key, item in value.items()}
+    if isinstance(schema.get("type"), str):
+        schema["type"] = _JSON_TYPES.get(schema["type"], schema["type"])
+        if schema["type"] == "any":
+            del schema["type"]
+    return schema
 
 
 def _offered_names(
     functions: Sequence[dict[str, Any]], row: SourceRow, num_turns: int
 ) -> list[set[str]]:
     """Return the names of the functions that are offered at each turn."""
-    names = [{"name": one["function"]["name"]} for one in functions]
+    names = [{"name": function["function"]["name"]} for function in functions]
     return [
-        {one["name"] for one in _functions_at_turn(names, row, turn)} for turn in range(num_turns)
+        {function["name"] for function in _functions_at_turn(names, row, turn)}
+        for turn in range(num_turns)
     ]
 
 
@@ -219,7 +225,7 @@ def _category(row: SourceRow) -> str:
     return re.sub(r"_\d[\d-]*$", "", row.get_text("id"))
 
 
-def _is_texts(value: Any) -> bool:
+def _is_list_of_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
