@@ -6,10 +6,10 @@ per tensor-parallel rank, which end with the host (see `plugin`). A weight updat
 
     pause -> receive_weights -> verify_weights -> compute_prompt_log_probs (optional) -> resume
 
-An engine starts without weights, unless it is asked to load those of its model folder, and refuses
-requests until the first update. Requests that arrive during an update wait. If one of its steps
-fails, or `refuse_requests` is called, requests are refused with the reason until a later update
-succeeds. `pause` waits for the end of running requests, or holds them:
+An engine starts without weights, unless it is asked to load the weights of its model folder, and
+refuses requests until the first update. Requests that arrive during an update wait. If a step of
+the update fails, or `refuse_requests` is called, requests are refused with the reason until a later
+update succeeds. `pause` waits for the end of running requests, or holds them:
 
 * After waiting, every request is computed with one weight version, `Generation.version`.
 * A held request (`weight_sync.in_flight`) goes on after its last token. vLLM drops its KV cache

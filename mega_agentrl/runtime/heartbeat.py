@@ -10,7 +10,7 @@ rank:
                                              (before `end_startup`: `STARTUP_HEARTBEAT_TIMEOUT_S`)
     an activity older than its limit         a warning in `logs/driver.log` (`OverdueTracker`)
 
-A token distinguishes the heartbeats from those of other runs and of earlier processes of a rank.
+A token distinguishes them from the heartbeats of other runs and of earlier processes of a rank.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class _SyncLink:
     engine_actors: tuple[Any, ...]
     """Processes of these engines; a process that replaces one has to join a new link."""
     verifier: DigestVerifier
-    """Computes the expected digests from those of the trainer ranks."""
+    """Computes the expected digests from the digests of the trainer ranks."""
     regions_by_engine: dict[int, list[np.ndarray]]
     """Indices of the digest regions by engine, one array per worker."""
     traffic: TransferTraffic
@@ -321,7 +321,7 @@ class WeightSynchronizer:
         """Return the largest median log-prob difference of any engine.
 
         Raises:
-            ValueError: A difference is above the tolerance; see `check_probe`.
+            ValueError: A difference is above the tolerance of `check_probe`.
         """
         prompt = probe_prompt(self._model_shape.vocab_size, NUM_PROBE_TOKENS)
         calls = self._policy.submit("compute_prompt_log_probs", prompt)

@@ -218,7 +218,7 @@ def test_ray_does_not_replace_the_handler_of_sigterm():
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("own"))
     try:
-        with cluster._own_sigterm_handler():
+        with cluster._keep_sigterm_handler():
             ray_utils.set_sigterm_handler(replace)
             # As Ray's library does, without asking Python.
             ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))

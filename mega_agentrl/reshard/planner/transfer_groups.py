@@ -53,7 +53,7 @@ def group_regions(
     """Return the groups, unit by unit, each in the order of its first region.
 
     Args:
-        regions: Regions of all tensors, those of a unit in sequence.
+        regions: Regions of all tensors, unit by unit.
         item_bytes: Bytes per element, by tensor.
     """
     groups: dict[tuple[str, Ranks, Ranks], TransferGroup] = {}

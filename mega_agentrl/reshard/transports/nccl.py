@@ -5,7 +5,7 @@ the frame (`needs_exact_size`). A frame of another size is never delivered, and 
 ends at its deadline.
 
 Each pair of ranks has a communicator and a stream per direction, so frames of one pair never wait
-for those of another or for those in the other direction. All communicators are created at the
+for frames of another pair or of the other direction. All communicators are created at the
 start, in the same order on all ranks, by exchanging one byte. If they were created later, `receive`
 would wait for its sender, and ranks could wait for each other in a cycle.
 

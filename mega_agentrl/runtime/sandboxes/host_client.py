@@ -85,7 +85,7 @@ class HostClient:
                 call.set_exception(SandboxLostError(reason, may_have_run=True))
 
     def _claim(self, call: Future[Any]) -> bool:
-        """Remove a pending call; return False if it was removed before, by whoever completes it."""
+        """Remove a pending call; return False if another caller, which completes it, was first."""
         with self._lock:
             was_pending = call in self._pending_calls
             self._pending_calls.discard(call)

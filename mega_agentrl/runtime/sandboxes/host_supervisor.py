@@ -45,7 +45,7 @@ If any node has it, hosts run only on such nodes and each occupies 1 of it.
 
 _PLACE_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 150.0
-"""Timeout in seconds for the sandboxes of a host; longer than that of a single sandbox."""
+"""Timeout in seconds for the sandboxes of a host, longer than the timeout of one sandbox."""
 
 _RETRY_INTERVAL_S = 10.0
 _PING_INTERVAL_S = 2.0
@@ -109,7 +109,7 @@ class HostSupervisor:
 
     @property
     def num_replaced(self) -> int:
-        """Number of sandboxes lost so far, including all those of lost hosts."""
+        """Number of sandboxes lost so far, including all sandboxes of lost hosts."""
         with self._lock:
             return self._num_lost_sandboxes + sum(
                 client.num_replaced for client in self._clients.values()

@@ -40,7 +40,7 @@ class RemoteSandboxPool:
 
     @property
     def num_replaced(self) -> int:
-        """Number of sandboxes lost so far, including all those of lost hosts."""
+        """Number of sandboxes lost so far, including all sandboxes of lost hosts."""
         return self._supervisor.num_replaced
 
     async def start(self) -> None:

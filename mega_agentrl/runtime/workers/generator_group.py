@@ -187,7 +187,7 @@ class GeneratorGroup:
         return dict(self._submit_engine_start(index) for index in range(len(self._actors)))
 
     def wait_started(self, calls: dict[str, Any], watch: Callable[[], None] | None = None) -> None:
-        """Wait for the start calls of `submit_start` or `respawn_engine`; see `gather`."""
+        """Wait for the calls of `submit_start` or `respawn_engine`, calling `watch` meanwhile."""
         gather(calls, "start of the engines", self._config.cluster.call_timeout_s, watch)
         self._has_started = True
 

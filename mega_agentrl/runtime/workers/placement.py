@@ -107,7 +107,7 @@ class Placement:
         return self._strategy(rank // self._ranks_per_bundle)
 
     def for_engine(self, index: int) -> Any:
-        """Return the scheduling strategy of an engine: its bundle, or that of its first rank."""
+        """Return an engine's scheduling strategy: its bundle, or the bundle of its first rank."""
         if self._is_shared:
             return self.for_rank(index * self._config.engine.tensor_parallel_size)
         return self._strategy(self._num_rank_bundles + index)
