@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.types.records import GenerateRequest
 from tests.fakes import FakeGenerator, FakeTools
 from tools import (
@@ -21,6 +22,7 @@ from tools import (
     bench_reshard,
     bench_rollout,
     bench_sandbox,
+    bench_tree,
     delayed_tools,
 )
 from tools.measurement import PeakMemory, bench_line, select_cases
@@ -115,6 +117,31 @@ def test_a_rank_receives_the_share_of_its_data_rank(capsys):
     assert received["baseline"] == pytest.approx(3 * sent["baseline"] / (2 * 4), rel=1e-3)
 
 
+@pytest.mark.slow(60)
+def test_trees_and_flat_rows_and_a_dense_mask_agree():
+    # The script compares losses, gradient norms and log-probs of the three sides.
+    sizes = ("--layers", "1", "--hidden", "64", "--intermediate", "64", "--vocab", "64")
+    cases = ("--cases", "*/arpo/*", "--repeats", "1", "--cpu-time")
+    lines = run_benchmark("tree", *sizes, *cases)
+    assert {line["unit"] for line in lines.values()} == {"s", "MiB"}
+    flat, dense = lines["update/arpo/flat"], lines["update/arpo/dense"]
+    assert flat["ours"] == dense["ours"]
+    assert flat["tokens_ratio"] > 1.5 and dense["tokens_ratio"] == 1
+
+
+def test_the_tokens_of_the_trees_by_hand():
+    # The last token of a row is not an input.
+    for name, flat, unique in (
+        ("group", 16 * 2559, 2048 + 16 * 511),
+        # The chain, then siblings that share 1 to 29 turns of 128; their last tokens are theirs.
+        ("chain20", 4287 + 19 * (512 + 192 - 1) + 128 * 277, 4287 + 19 * 191),
+    ):
+        batch = bench_tree.make_batch(bench_tree.BATCHES[name](), vocab=64)
+        rows = row_lengths(batch)
+        assert rows.input_length_R.sum() == flat
+        assert (rows.input_length_R - rows.shared_input_length_R).sum() == unique
+
+
 def test_driver_seconds_add_up():
     # In a process of its own: the peak of its memory counts.
     lines = run_benchmark("driver", "--rows", "32", "--tokens", "256", "--share", "1")
@@ -132,8 +159,9 @@ def test_driver_seconds_add_up():
         (bench_reshard.main, "memory/rollout/gloo/verl"),
         (bench_sandbox.main, "stateful/p99"),
         (bench_neighbours.main, "stateful/fork bomb/fork-max"),
+        (bench_tree.main, "memory/chain20/dense"),
     ],
-    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours"],
+    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours", "tree"],
 )
 def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2

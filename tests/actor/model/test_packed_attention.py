@@ -131,6 +131,19 @@ def test_keys_gathered_along_paths_are_not_kept(is_varlen, monkeypatch):
     assert sum(kept.values()) < 12 * one
 
 
+def test_layers_and_equal_segments_share_one_bias():
+    # Three branches of two tokens leave the end of a chain, which needs no mask.
+    branches = [Branch(start=0, stop=400, path=())]
+    branches += [Branch(start=w, stop=w + 2, path=((0, 400),)) for w in (400, 402, 404)]
+    trees = tree_params((0, 406), branches)
+    forks, chain = trees.padded_biases(torch.float32)
+    assert chain is None
+    assert forks.shape == (3, 1, 2, 402)
+    assert forks.untyped_storage().nbytes() == 2 * 402 * 4
+    assert torch.nonzero(forks[2, 0] < 0).tolist() == [[0, 401]]
+    assert trees.padded_biases(torch.float32)[0] is forks
+
+
 def share_of_context(rank, group, branches):
     """Return output and gradients of this context rank's tokens, from both plans."""
     size = group.size()
