@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,17 +88,24 @@ class SegmentBlock:
     num_segments: int
     num_queries: int
     num_keys: int
-    mask: torch.Tensor | None
-    """`[num_segments, 1, num_queries, num_keys]` bool, expanded if it is the same for all segments;
-    None for the square lower triangle."""
+    num_earlier_N: torch.Tensor | None
+    """Number of keys of each segment that come before its first query: `[num_segments]`, or `[1]`
+    if all have equally many; None if there are none."""
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the mask as a summand of the scores: 0, or -inf where it is False."""
-        if self.mask is None:
+        """Return what to add to the scores: 0, or -inf at keys that a query does not attend to.
+
+        The result is `[num_segments, 1, num_queries, num_keys]`, or None if it is the square lower
+        triangle in all segments.
+        """
+        if self.num_earlier_N is None:
             return None
-        distinct = self.mask if self.mask.stride(0) else self.mask[:1]
-        bias = torch.zeros(distinct.shape, dtype=dtype, device=distinct.device)
-        return bias.masked_fill_(~distinct, -torch.inf).expand(self.mask.shape)
+        device = self.num_earlier_N.device
+        last_NQ = self.num_earlier_N[:, None] + torch.arange(self.num_queries, device=device)
+        hidden_NQK = torch.arange(self.num_keys, device=device) > last_NQ[:, :, None]
+        bias_NQK = torch.zeros(hidden_NQK.shape, dtype=dtype, device=device)
+        bias_NQK.masked_fill_(hidden_NQK, -inf)
+        return bias_NQK[:, None].expand(self.num_segments, -1, -1, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,13 +349,12 @@ def _pad_to_longest(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch
 def _make_block(group: Sequence[AttentionSegment], device: torch.device) -> SegmentBlock:
     num_queries = max(part.num_queries for part in group)
     num_keys = max(part.num_keys for part in group)
-    ahead_N = torch.tensor([part.num_keys - part.num_queries for part in group])
-    mask = None
-    if ahead_N.any():
-        distinct_N = ahead_N if ahead_N.unique().numel() > 1 else ahead_N[:1]
-        last = distinct_N[:, None] + torch.arange(num_queries)
-        mask = (torch.arange(num_keys) <= last[:, :, None])[:, None].to(device)
-        mask = mask.expand(len(group), -1, -1, -1)
+    num_earlier = [part.num_keys - part.num_queries for part in group]
+    if len(set(num_earlier)) == 1:
+        num_earlier = num_earlier[:1]
     return SegmentBlock(
-        num_segments=len(group), num_queries=num_queries, num_keys=num_keys, mask=mask
+        num_segments=len(group),
+        num_queries=num_queries,
+        num_keys=num_keys,
+        num_earlier_N=torch.tensor(num_earlier, device=device) if any(num_earlier) else None,
     )

@@ -122,7 +122,7 @@ class PackedTreeParams(PackedSeqParams):
         )
 
     def padded_biases(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return the mask of each block of the padded plan as a bias, built on first use.
+        """Return the bias of each block of the padded plan, built on first use.
 
         Given a boolean mask, torch would make a bias of it in every layer and keep it for the
         backward pass.

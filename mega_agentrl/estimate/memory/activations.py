@@ -26,7 +26,7 @@ The backward pass of one layer then needs what was dropped of it (`recomputed_la
 Where trajectories are packed as trees (`batch.trees`), the attention gathers keys and values along
 the path of every branch, for one layer at a time (`path_attention_bytes`), by indices that a
 micro-batch keeps (`attention_plan_bytes`). Without fused kernels it computes padded blocks of
-branches, each layer with a copy of their mask.
+branches, with a bias that keeps a query from keys that are not on its path.
 
 The losses see rows, padded to the longest response (`row_tensor_bytes`). The vocabulary-parallel
 head computes logits in tiles, in a scratch buffer of fixed size (as
@@ -242,7 +242,6 @@ def _attention_bytes(
     if not kernels.fused:
         saved += tokens * (key_factor * key + query) * item  # values, and the output transposed
         if kernels.max_path_tokens:
-            saved += _padded_mask_scores(tokens, kernels) * item
             # Padded slots of queries and of what the kernel returns for them.
             saved += (_BLOCK_PADDING - 1) * tokens * (2 * query * item + heads * _FLOAT_BYTES)
         if shape.qk_norm and item == _FLOAT_BYTES:  # the key norm saves a view of the fused qkv
@@ -339,17 +338,14 @@ def path_attention_bytes(
 
 
 def attention_plan_bytes(tokens: float, num_keys: int, kernels: KernelConfig) -> float:
-    """Return the bytes of the indices and masks by which a micro-batch gathers its keys."""
+    """Return the bytes of the indices and biases by which a micro-batch attends along paths."""
     if not num_keys:
         return 0.0
     if kernels.fused:
         return num_keys * _INT_BYTES
     slots = _BLOCK_PADDING * num_keys + (_BLOCK_PADDING + 1) * tokens
-    return slots * _INT_BYTES + _padded_mask_scores(tokens, kernels)
-
-
-def _padded_mask_scores(tokens: float, kernels: KernelConfig) -> float:
-    return _BLOCK_PADDING * tokens * kernels.max_path_tokens
+    num_scores = _BLOCK_PADDING * tokens * kernels.max_path_tokens
+    return slots * _INT_BYTES + num_scores * kernels.item_bytes
 
 
 def row_tensor_bytes(num_rows: int, num_positions: int, *, has_loss: bool) -> int:

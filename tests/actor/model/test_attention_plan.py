@@ -81,9 +81,9 @@ def attended_in_blocks(plan, size):
     pairs, query_at, key_at = set(), 0, 0
     real = set(plan.slot_index_S.tolist())
     for block in plan.blocks:
-        shape = (block.num_queries, block.num_keys)
+        shape, bias = (block.num_queries, block.num_keys), block.bias(torch.float32)
         for index in range(block.num_segments):
-            mask = torch.ones(shape).tril() if block.mask is None else block.mask[index, 0]
+            mask = torch.ones(shape).tril() if bias is None else bias[index, 0] == 0
             for query, key in torch.nonzero(mask).tolist():
                 if query_at + query in real:
                     token = plan.query_index_P[query_at + query]

@@ -119,7 +119,7 @@ def test_the_plan_of_the_attention_by_hand():
     paths = KernelConfig(fused=False, max_path_tokens=50)
     assert attention_plan_bytes(10, 100, KernelConfig()) == 100 * 8
     # Slots of 150 keys and 15 queries, a slot for each token, and a mask of 10 x 50 scores.
-    assert attention_plan_bytes(10, 100, paths) == (150 + 15 + 10) * 8 + 750
+    assert attention_plan_bytes(10, 100, paths) == (150 + 15 + 10) * 8 + 750 * 2
     assert attention_plan_bytes(10, 0, paths) == 0
 
 
