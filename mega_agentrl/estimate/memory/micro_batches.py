@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class MicroBatchBounds:
     """Rows of a data rank in an optimizer step, which may be one micro-batch."""
     num_keys: int
     """Keys that a layer's attention gathers on one rank along the paths of trees; 0 where no tree
-    has a fork."""
+    has a fork, and with a kernel that gathers none (`model.tree_attention`)."""
 
 
 def max_row_tokens(config: TrainConfig) -> int:
@@ -75,7 +76,8 @@ def bound_micro_batches(config: TrainConfig, tokens: int | None = None) -> Micro
 
 def _max_path_keys(config: TrainConfig, tokens: int, num_rows: int, num_trees: int) -> int:
     tree_rows, context = _rows_per_tree(config), config.parallel.context
-    if not config.batch.trees or tree_rows == 1:
+    gathers = config.batch.trees and config.model.tree_attention is TreeAttention.gather
+    if not gathers or tree_rows == 1:
         return 0
     # A context rank has two chunks of a tree, and may have a branch in both.
     num_cuts = 1 if context > 1 else 0
