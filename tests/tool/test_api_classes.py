@@ -156,7 +156,7 @@ def test_a_yaml_entry_makes_all_tools_with_its_limits(file, tmp_path):
 @pytest.mark.parametrize(
     ("scenario", "named"),
     [
-        ({"initial_config": "["}, "no JSON"),
+        ({"initial_config": "["}, "not JSON"),
         ({"initial_config": "[]"}, "an object"),
         ({"initial_config": {"Clock": {}}}, "Clock"),
         ({"involved_classes": ["Clock"]}, "Clock"),
