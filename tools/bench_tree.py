@@ -278,7 +278,7 @@ def make_dense_mask(trees: PackedTreeParams, device: torch.device) -> torch.Tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What one process measures."""
+    """Measurements of one process."""
 
     folder: str
     """Hugging Face folder of the model."""

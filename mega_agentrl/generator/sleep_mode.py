@@ -25,7 +25,7 @@ _SLEEP_LEVEL = 2
 
 
 class MemoryState(Enum):
-    """Which of an engine's weights and KV cache have GPU memory."""
+    """Tells whether an engine's weights and KV cache have GPU memory."""
 
     awake = auto()
     weights_only = auto()

@@ -35,7 +35,7 @@ def test_ares_with_bootstrap_filter_judge_and_a_reward_function_two_steps_ahead(
             "rollout.filter_range=[-2,2]",
             "rollout.num_oversampled_prompts=2",
             "+reward.functions.mine=examples/my_reward.py:compute_score",
-            "reward.rubric.default={arpo:1,mine:0.5,model:0.2}",
+            "+reward.rubric.default={arpo:1,mine:0.5,model:0.2}",
             f"reward.model.path_or_url={judge.base_url}",
             "reward.model.served_model_name=grader",
             "evaluate.num_questions=4",

@@ -1,4 +1,4 @@
-"""What trees add to the memory of a rank: measured allocations, and sizes by hand."""
+"""Memory that trees add to a rank: measured allocations, and sizes by hand."""
 
 from __future__ import annotations
 
