@@ -52,7 +52,7 @@ class ValueObjective:
     """
 
     targets: PackedTargets
-    """Of the rows of the data rank; `value` and `return` are required."""
+    """Targets of the rows of the data rank; `value` and `return` are required."""
     denominator: float
     """Divisor of the loss."""
     clip_range: float
@@ -69,20 +69,20 @@ class ValueObjective:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` values."""
         pad = partial(self.targets.padded, indices=micro.rows, device=value_RT.device)
         # A context rank has values only for the tokens that it predicts.
-        own_RT = micro.predicted_mask(value_RT.size(1))
+        predicted_RT = micro.predicted_mask(value_RT.size(1))
         return_RT = pad("return")
         loss_RT, info = clipped_value_loss(
-            value_RT, pad("value"), return_RT, own_RT, clip=self.clip_range
+            value_RT, pad("value"), return_RT, predicted_RT, clip=self.clip_range
         )
         loss = aggregate(loss_RT, pad("mask"), self.aggregation, denominator=self.denominator)
-        num_tokens = own_RT.sum().float()
+        num_tokens = predicted_RT.sum().float()
         return loss, {
             "loss": loss.detach(),
             "num_tokens": num_tokens,
             "value_loss": loss_RT.detach().sum(),
             "value_clipfrac": info["value_clipfrac"] * num_tokens,
             "value": value_RT.detach().sum(),
-            "return": return_RT[own_RT].sum(),
+            "return": return_RT[predicted_RT].sum(),
         }
 
 
@@ -98,7 +98,10 @@ class CriticRank(TrainableRank):
         self.megatron_model = MegatronModel(config, shape, rank_info)
 
     def load_hf(self, folder: str) -> None:
-        """Load this rank's slices of a checkpoint with the same body and reset the optimizer."""
+        """Load this rank's slices of a checkpoint with the same body and reset the optimizer.
+
+        If the checkpoint has no value head, the weight of the head is set to 0.
+        """
         self.megatron_model.load_hf(folder, fresh=(HF_SCORE_HEAD,))
 
     def reset_optimizer(self) -> None:
@@ -121,7 +124,8 @@ class CriticRank(TrainableRank):
 
         Args:
             shard: Rows, values and returns of this data rank.
-            scored: What `compute_values` was given, if the update is of the same batch.
+            scored: The shard that `compute_values` was given for the same batch; None if it was
+                not called.
             lr: Learning rate; replaces `optim.critic_lr`.
         """
         rows = shard.gather_rows(scored)

@@ -51,7 +51,7 @@ _PATCHED_MODULES = (
 )
 _TRANSFORMER_ENGINE = "transformer_engine"
 transformer_engine_error = ""
-"""Why Transformer Engine is installed but not used; empty otherwise."""
+"""Error of the import of Transformer Engine; empty if it is usable or not installed."""
 _logger = logging.getLogger(__name__)
 _TENSOR_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
@@ -64,20 +64,20 @@ def has_cuda() -> bool:
 def hide_broken_transformer_engine() -> None:
     """Let Transformer Engine look missing if it is installed but cannot be imported.
 
-    Called once, before anything imports Megatron, which only expects that it is missing: any
-    other error, such as the `OSError` of a missing CUDA library, would end the rank. The reason is
-    logged and part of `kernels.describe_kernels`.
+    Must be called before anything imports Megatron, which handles a missing Transformer Engine but
+    no other error of its import: the `OSError` of a missing CUDA library would end the rank. The
+    error is logged and kept in `transformer_engine_error` for `kernels.describe_kernels`.
     """
     global transformer_engine_error
     if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
         return
-    before = set(sys.modules)
+    modules_before = set(sys.modules)
     error = _import_error(
         f"{_TRANSFORMER_ENGINE}.pytorch", "megatron.core.extensions.transformer_engine"
     )
     if not error:
         return
-    for name in set(sys.modules) - before:
+    for name in set(sys.modules) - modules_before:
         if name.partition(".")[0] in (_TRANSFORMER_ENGINE, "megatron"):
             del sys.modules[name]
     sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # imports raise ImportError
@@ -96,7 +96,7 @@ def _import_error(*modules: str) -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Return whether Transformer Engine's layers are used: there is a GPU and it imports."""
+    """Return whether Transformer Engine's layers are used: on a GPU, if it can be imported."""
     return has_cuda() and importlib.util.find_spec(_TRANSFORMER_ENGINE) is not None
 
 
@@ -110,14 +110,15 @@ _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 
 def compile_on_gpu(function: _Function) -> _Function:
-    """Return the function as fused kernels on a GPU, and the function itself on a CPU.
+    """Compile the function with `torch.compile` on a GPU; return it unchanged on a CPU.
 
-    Megatron's `jit_fuser` does so on every device. Here a kernel fits micro-batches of any length,
-    and bfloat16 values are rounded where the operations of the function do it.
+    Megatron's `jit_fuser` compiles on every device. Here shapes are dynamic, so that one kernel
+    serves micro-batches of any length, and bfloat16 values are rounded after the same operations as
+    in the function itself.
     """
     if not has_cuda() or is_compiled(function):
         return function
-    # Each combination of rank, strides and gradient mode is compiled once; torch stops at 8.
+    # Each combination of ndim, strides and gradient mode is compiled once; the default limit is 8.
     torch._dynamo.config.recompile_limit = 64
     options = {"emulate_precision_casts": True}
     return cast("_Function", torch.compile(function, dynamic=True, options=options))
@@ -150,20 +151,20 @@ def init_device(local_rank: int) -> None:
     if has_cuda():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
         return
-    view = _cpu_torch_view()
+    cpu_torch = _cpu_torch_view()
     for name in _PATCHED_MODULES:
-        importlib.import_module(name).torch = view
+        importlib.import_module(name).torch = cpu_torch
     distributed = _module_view(
         dist,
         all_gather=all_gather_uneven,
         reduce_scatter=reduce_scatter_uneven,
     )
     random = importlib.import_module("megatron.core.tensor_parallel.random")
-    # Recomputation restores the states of all generators; there is no GPU's.
+    # Recomputation saves and restores the state of CUDA's generator, which a CPU does not have.
     random._get_cuda_rng_state = lambda **_: None
     random._set_cuda_rng_state = lambda *_, **__: None
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    mappings.torch = _module_view(view, distributed=distributed)
+    mappings.torch = _module_view(cpu_torch, distributed=distributed)
     for name in ("moe_utils", "token_dispatcher"):
         module = importlib.import_module(f"megatron.core.transformer.moe.{name}")
         module.maybe_move_tensor_to_cpu = _maybe_move_tensor_to_cpu
@@ -172,7 +173,13 @@ def init_device(local_rank: int) -> None:
 def all_gather_uneven(
     parts: list[torch.Tensor], local: torch.Tensor, *, group: dist.ProcessGroup
 ) -> None:
-    """Fill `parts`, one per rank of the group with that rank's shape, from every rank's `local`."""
+    """Gather the tensors of all ranks of the group, which may differ in length.
+
+    Args:
+        parts: One tensor per rank of the group, in the shape of that rank's `local`; overwritten.
+        local: This rank's tensor.
+        group: The group to gather from.
+    """
     for rank, part in enumerate(parts):
         if rank == group.rank():
             part.copy_(local)
@@ -183,7 +190,13 @@ def all_gather_uneven(
 def reduce_scatter_uneven(
     local: torch.Tensor, parts: list[torch.Tensor], *, group: dist.ProcessGroup
 ) -> None:
-    """Fill `local` with the sum over the group of all ranks' parts for this rank."""
+    """Sum tensors over the group and scatter the sums, which may differ in length.
+
+    Args:
+        local: Overwritten with the sum over all ranks of their part for this rank.
+        parts: This rank's summand for each rank of the group; unchanged.
+        group: The group to sum over.
+    """
     for rank, part in enumerate(parts):
         if not part.numel():
             continue
@@ -194,28 +207,28 @@ def reduce_scatter_uneven(
 
 
 def _set_megatron_defaults() -> None:
-    """Set global state that Megatron normally sets elsewhere, and fuse its rotary embedding."""
+    """Set global state that Megatron's own start-up sets, and compile its rotary embedding."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    state = importlib.import_module("megatron.core.parallel_state")
-    if state._GLOBAL_MEMORY_BUFFER is None:
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         # Scratch for gathered tokens; normally created with Megatron's global process groups.
-        state._set_global_memory_buffer()
-    experts = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    if not hasattr(experts, "te_general_gemm"):
-        # Defined only with Transformer Engine, but the router tests it for None.
-        experts.te_general_gemm = None
+        parallel_state._set_global_memory_buffer()
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Megatron defines the name only with Transformer Engine, but always compares it to None.
+        moe_utils.te_general_gemm = None
     router = importlib.import_module("megatron.core.transformer.moe.router")
     # No supported model has an expert bias, and the original would start torch's compiler.
     router.TopKRouter._apply_expert_bias = lambda *_, **__: None
-    rope = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
-    rope._apply_rotary_pos_emb_bshd = compile_on_gpu(rope._apply_rotary_pos_emb_bshd)
+    rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+    rope_utils._apply_rotary_pos_emb_bshd = compile_on_gpu(rope_utils._apply_rotary_pos_emb_bshd)
 
 
 def _maybe_move_tensor_to_cpu(
     value: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Replace Megatron's copy to the host, which ignores `as_numpy` for CPU tensors."""
+    """Replace Megatron's function of this name, which ignores `as_numpy` for CPU tensors."""
     return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
 

@@ -1,7 +1,7 @@
-"""Says which kernels a built model computes with.
+"""Description of the kernels that a built model computes with.
 
-The names are read from the modules and the optimizer themselves and from the functions that choose
-a kernel during a pass, so that a fallback shows: a configuration says what was asked for.
+The names are read from the built modules, the optimizer and the functions that choose a kernel
+during a pass, not from the configuration, so that a fallback to another kernel is visible.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _VOCAB_KERNELS = {VocabKernel.torch: "torch", VocabKernel.triton: "Triton"}
 
 
 def describe_kernels(model: MegatronModel) -> str:
-    """Return a line such as `attention torch varlen, norm torch, optimizer torch AdamW, ...`."""
-    from megatron.core.models.common.embeddings import rope_utils  # only after `device`
+    """Return a line such as `attention torch varlen, norm torch, optimizer torch AdamW, ...`.
+
+    If Transformer Engine is installed but cannot be imported, the line ends with the error.
+    """
+    from megatron.core.models.common.embeddings import rope_utils  # `device` must be imported first
 
     modules = [module for chunk in model.chunks for module in chunk.modules()]
     kernels = {
         "attention": _attention_kernel(model, modules),
-        "norm": _name(rms_norm) if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
-        "rope": _name(rope_utils._apply_rotary_pos_emb_bshd),
+        "norm": _compilation(rms_norm) if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
+        "rope": _compilation(rope_utils._apply_rotary_pos_emb_bshd),
         "optimizer": _optimizer_kernel(model),
         "experts": _expert_kernel(model, modules),
         "vocabulary head": _head_kernel(model),
@@ -46,38 +49,38 @@ def describe_kernels(model: MegatronModel) -> str:
     return f"{line} ({_TRANSFORMER_ENGINE} cannot be imported: {error})" if error else line
 
 
-def _name(function: Callable[..., object]) -> str:
+def _compilation(function: Callable[..., object]) -> str:
     return "torch compiled" if device.is_compiled(function) else "torch"
 
 
-def _has_module(modules: list[torch.nn.Module], kind: type) -> bool:
-    return any(isinstance(module, kind) for module in modules)
+def _has_module(modules: list[torch.nn.Module], module_class: type) -> bool:
+    return any(isinstance(module, module_class) for module in modules)
 
 
 def _attention_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
-    target, head_dim = device.current_device(), model.shape.head_dim
+    target_device, head_dim = device.current_device(), model.shape.head_dim
     if not _has_module(modules, PackedAttention):
         kernel = _TRANSFORMER_ENGINE
-    elif supports_varlen_attention(target, model.dtype, head_dim):
+    elif supports_varlen_attention(target_device, model.dtype, head_dim):
         kernel = "torch varlen"
     else:
         kernel = "torch padded blocks"
-    choices = {getattr(module, "tree_attention", None) for module in modules}
-    return f"{kernel} (Triton for forks)" if TreeAttention.triton in choices else kernel
+    tree_kernels = {getattr(module, "tree_attention", None) for module in modules}
+    return f"{kernel} (Triton for forks)" if TreeAttention.triton in tree_kernels else kernel
 
 
 def _optimizer_kernel(model: MegatronModel) -> str:
-    """Return the library and class of Adam, empty for frozen weights."""
+    """Return library and class of Adam, or an empty string for frozen weights."""
     if not model.is_trainable:
         return ""
-    kind = model.optimizer.adam_class
-    library = kind.__module__.partition(".")[0]
-    return f"{_LIBRARIES.get(library, library)} {kind.__name__}"
+    adam_class = model.optimizer.adam_class
+    library = adam_class.__module__.partition(".")[0]
+    return f"{_LIBRARIES.get(library, library)} {adam_class.__name__}"
 
 
 def _expert_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
-    """Return how experts are computed, empty for a dense model."""
-    from megatron.core.transformer.moe.moe_layer import MoELayer  # only after `device`
+    """Return the kernel of the experts, or an empty string for a dense model."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer  # `device` must be imported first
 
     if not _has_module(modules, MoELayer):
         return ""
@@ -88,7 +91,7 @@ def _expert_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
 
 
 def _head_kernel(model: MegatronModel) -> str:
-    """Return the kernel of log-probs and entropies, empty for a scalar head."""
+    """Return the kernel of log-probs and entropies, or an empty string for a scalar head."""
     if model.shape.head is HeadKind.scalar:
         return ""
     return _VOCAB_KERNELS[default_kernel(device.current_device(), model.dtype)]

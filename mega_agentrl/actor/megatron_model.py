@@ -64,7 +64,7 @@ class RankInfo:
     """Host of rank 0."""
     master_port: int
     timeout_s: float
-    """Deadline of the start and of every collective."""
+    """Longest wait for all ranks at the start and in every collective."""
     num_threads: int = 1
     """CPU threads of a torch operation."""
 
@@ -124,6 +124,7 @@ class MegatronModel:
             tree_attention=config.model.tree_attention,
         )
         check_parameter_shapes(chunks, self.shard_layouts)
+        # The keys are the names in `shard_layouts`.
         self.parameters = {
             f"{coordinates.model_parallel_rank.param_prefix(number)}{name}": parameter
             for number, chunk in enumerate(chunks)
@@ -156,7 +157,7 @@ class MegatronModel:
 
         Args:
             folder: Hugging Face folder of a model of the same shape.
-            fresh: Tensors that are set to 0 if the folder lacks them.
+            fresh: Names of Hugging Face tensors that are set to 0 if the folder lacks them.
 
         Raises:
             ValueError: If the model in the folder has another shape.
@@ -201,7 +202,7 @@ class MegatronModel:
 
         Args:
             rows: The rows of the data rank.
-            plan: Their micro-batches.
+            plan: The micro-batches of these rows.
             head: Maps hidden states to the tensors that are returned.
             select_M: `[M]` bool, the response tokens to evaluate; None for all.
 
@@ -269,9 +270,10 @@ class MegatronModel:
         return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied)
 
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a Hugging Face folder, with the config of the loaded one.
+        """Write the weights as a Hugging Face folder.
 
-        The memory of the gradients is free meanwhile, for the blocks that the ranks send.
+        Configuration and tokenizer are copied from the folder that was loaded. The gradient
+        buffers are freed during the export, to make room for the blocks that the ranks send.
         """
         require_on_device("export", {"weights"}, self.offloader.on_host)
         has_gradients = "gradients" not in self.offloader.on_host
@@ -333,7 +335,7 @@ class MegatronModel:
 
 
 class TrainableRank:
-    """Base of policy and critic: checkpoints of `megatron_model`, and the end of the rank."""
+    """Base class of policy and critic, which saves, loads and closes their `megatron_model`."""
 
     megatron_model: MegatronModel
 
@@ -401,7 +403,11 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
 
 
 def summarize_steps(steps: Sequence[StepResult], names: Sequence[str]) -> UpdateStats:
-    """Combine the steps of one update."""
+    """Combine the optimizer steps of one update.
+
+    The loss is averaged over the steps and each metric in `names` over all their tokens. The
+    gradient norm is averaged over the applied steps and NaN if there are none.
+    """
     num_tokens = sum(step.metric_sums["num_tokens"] for step in steps)
     norms = [step.grad_norm for step in steps if step.applied] or [math.nan]
     return UpdateStats(

@@ -58,7 +58,7 @@ class PolicyRank(TrainableRank):
 
     def __init__(self, config: TrainConfig, rank_info: RankInfo) -> None:
         self._config = config
-        # Import a user's loss at the start, so that a missing file is not noticed in the update.
+        # Import a user's loss now, so that a missing file is an error before the first update.
         find_loss(config.algo)
         shape = ModelShape.from_folder(config.model.path)
         self.megatron_model = MegatronModel(
@@ -71,8 +71,8 @@ class PolicyRank(TrainableRank):
     def load_hf(self, folder: str) -> None:
         """Load this rank's slices of a Hugging Face checkpoint and reset the optimizer.
 
-        If the objective needs a reference, the loaded weights become the reference, except in a
-        run that only evaluates.
+        If the objective needs a reference, the loaded weights or those of `model.reference_path`
+        become the reference, except in a run that only evaluates.
         """
         self.megatron_model.load_hf(folder)
         if self._config.algo.needs_reference and self.megatron_model.is_trainable:
@@ -81,7 +81,8 @@ class PolicyRank(TrainableRank):
     def snapshot_reference(self) -> None:
         """Copy the current weights to host memory as the reference of the KL term.
 
-        If `model.reference_path` is set, that model is the reference instead.
+        If `model.reference_path` is set, that model is the reference instead, and is only loaded
+        if there is no reference yet.
         """
         reference_path = self._config.model.reference_path
         if reference_path and self._reference is not None:
@@ -98,7 +99,7 @@ class PolicyRank(TrainableRank):
     def set_objective(self, algo: AlgoConfig, temperature: float) -> None:
         """Switch to another objective and sampling temperature.
 
-        If the objective needs a reference, the current weights become it, unless
+        If the objective needs a reference, the current weights become the reference, unless
         `model.reference_path` is set.
         """
         rollout = replace(self._config.rollout, temperature=temperature)
@@ -109,7 +110,11 @@ class PolicyRank(TrainableRank):
             self._reference = None
 
     def reset_optimizer(self) -> None:
-        """Reset Adam's moments; if there is a reference, replace it by the current weights."""
+        """Reset Adam's moments, the step count and the learning rate schedule.
+
+        If there is a reference, the current weights replace it, unless `model.reference_path` is
+        set.
+        """
         self.megatron_model.reset_optimizer()
         if self._reference is not None:
             self.snapshot_reference()
@@ -163,7 +168,8 @@ class PolicyRank(TrainableRank):
 
         Args:
             shard: Rows, old log-probs and advantages of this data rank.
-            scored: What `compute_log_probs` was given, if the update is of the same batch.
+            scored: The shard that `compute_log_probs` was given for the same batch; None if it was
+                not called.
             lr: Learning rate; replaces the schedule of `optim`.
         """
         rows = shard.gather_rows(scored)
@@ -203,11 +209,15 @@ class PolicyRank(TrainableRank):
         return summarize_steps(results, SFT_METRICS)
 
     def layout(self) -> list[ShardLayout]:
-        """Return the shards of this rank."""
+        """Return the layout of every parameter of this rank."""
         return list(self.megatron_model.shard_layouts)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return the local tensor of a shard of `layout`, on its device and without a copy."""
+        """Return this rank's tensor of the shard `name` of `layout`, without a copy.
+
+        Raises:
+            ValueError: If the weights are in host memory.
+        """
         require_on_device("sending weights", {"weights"}, self.megatron_model.offloader.on_host)
         return self.megatron_model.parameters[name].detach()
 
@@ -241,10 +251,13 @@ class PolicyRank(TrainableRank):
         return describe_kernels(self.megatron_model)
 
     def memory_stats(self) -> dict[str, float]:
-        """Return peak memory in MiB and the token count of the largest training micro-batch.
+        """Return the peak memory and the size of the largest training micro-batch.
 
-        On a CPU, `libraries_mib` is the memory that was in use before the model was built; it
-        is not part of `peak_mib`.
+        Returns:
+            `micro_batch_tokens`, the tokens of the largest micro-batch, and `peak_mib`, the peak of
+            the memory that torch reserved on the GPU, or of this process's host memory on a CPU.
+            On a CPU also `libraries_mib`, the memory that was in use before the model was built;
+            it is not part of `peak_mib`.
         """
         stats = {"micro_batch_tokens": float(self.megatron_model.max_micro_batch_tokens)}
         if torch.cuda.is_available():
@@ -303,10 +316,10 @@ class StepProfiler:
                 f"{file}: got no trace, expected start_profile() before stop_profile(); probable "
                 "cause: the rank was restarted in between"
             )
-        running, self._profiler = self._profiler, None
-        running.stop()
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
         with atomic_path(file) as temporary:
-            running.export_chrome_trace(str(temporary))
+            profiler.export_chrome_trace(str(temporary))
 
     def _discard(self) -> None:
         if self._profiler is not None:

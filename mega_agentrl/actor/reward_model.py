@@ -44,17 +44,19 @@ class RewardModelRank:
         self.megatron_model.load_hf(folder)
 
     def compute_scores(self, shard: ScoringShard) -> PackedScores | None:
-        """Compute the raw score of every row; packing drops the last token of a row.
+        """Compute the raw score of every row.
 
         Args:
-            shard: Rows with one token appended (`PackedRows.with_token_appended`): the position
-                that would predict it is that of the last token of the row.
+            shard: Rows with one token appended (`PackedRows.with_token_appended`). Packing drops
+                the last token of a row, here the appended one; the hidden state that would predict
+                it is that of the row's own last token.
 
         Returns:
             One score per row, `[R]` float32. One rank of the last pipeline stage of each
             data-parallel rank returns them, all others None.
         """
         rows = shard.rows
+        # Of each row only the appended token is evaluated.
         select_M = np.zeros(rows.response_start_R1[-1], dtype=bool)
         select_M[rows.response_start_R1[1:] - 1] = True
         head = ScalarHead(num_positions=rows.num_positions)
