@@ -117,7 +117,15 @@ def logit_grad_coefficients(
     temperature: float,
     dtype: torch.dtype,
 ) -> LogitGradCoefficients:
-    """Compute the coefficients from the gradients of log-prob and entropy, None if absent."""
+    """Compute the coefficients of the gradient of the raw logits.
+
+    Args:
+        softmax: Statistics of the forward pass.
+        grad_logp_N: `[N]` gradient of the log-probs; None if it is 0.
+        grad_entropy_N: `[N]` gradient of the entropies; None if it is 0.
+        temperature: Divisor of the logits.
+        dtype: The compute dtype.
+    """
     zero_N = torch.zeros_like(softmax.max_logit_N)
     target_coef_N = zero_N
     if grad_logp_N is not None:
@@ -129,7 +137,7 @@ def logit_grad_coefficients(
         prob_coef_N = prob_coef_N + entropy_coef_N * (softmax.entropy_N - softmax.log_sum_exp_N)
         entropy_coef_N = (entropy_coef_N * inverse_sum_N).to(dtype)
     return LogitGradCoefficients(
-        # Rounds to the exact logit if that is float32.
+        # If the logits are float32, this rounds to exactly the largest one.
         max_raw_logit_N=(softmax.max_logit_N * temperature).to(dtype),
         prob_coef_N=(prob_coef_N * inverse_sum_N).to(dtype),
         entropy_coef_N=entropy_coef_N,

@@ -4,7 +4,10 @@ Logits exist for one tile at a time, of C tokens and at most 2,048 rows of the v
 fits into the CPU cache, so the passes over it are cheap compared to the matrix product. The
 statistics of a tile are merged into the running statistics of its tokens (online softmax); the
 backward pass recomputes each tile and turns it into its gradient in place. Any floating-point dtype
-and device works. Columns are local, and -1 if this rank does not hold a token's target.
+and device works.
+
+A column of the logits belongs to a row of the output layer's weight. A token's `column` is the
+local index of its target, or -1 if another rank holds it.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width.
@@ -40,21 +43,23 @@ def local_stats(
     temperature: float,
     num_bytes: int,
 ) -> torch.Tensor:
-    """Compute the `[4, C]` float64 statistics of `vocab.partial_softmax` over these rows.
+    """Compute the `[4, C]` float64 statistics of the logits at the rows of `weight_VD`.
+
+    The statistics are defined in `vocab.partial_softmax`.
 
     Args:
         hidden_CD: `[C, D]` hidden states.
         weight_VD: `[V, D]` rows of the output layer.
-        column_C: `[C]` int64 row of `weight_VD` that is the target, -1 for none.
-        temperature: Divides the logits.
+        column_C: `[C]` int64 row of `weight_VD` that belongs to the target, -1 for none.
+        temperature: Divisor of the logits.
         num_bytes: Bound on the bytes of the tiles.
     """
     stats_4C = empty_stats(len(hidden_CD), hidden_CD.device)
     scratch = _TileScratch(hidden_CD, len(weight_VD), num_bytes)
     for rows in scratch.blocks:
-        raw_CB, other_CB = scratch.tiles(len(hidden_CD), rows)
+        raw_CB, scratch_CB = scratch.tiles(len(hidden_CD), rows)
         matmul_accumulate(raw_CB, hidden_CD, weight_VD[rows].t(), fresh=True)
-        block_4C = _block_stats(raw_CB, other_CB, column_C - rows.start, temperature)
+        block_4C = _block_stats(raw_CB, scratch_CB, column_C - rows.start, temperature)
         stats_4C = merge_stats(torch.stack([stats_4C, block_4C]))
     return stats_4C
 
@@ -69,18 +74,26 @@ def gradients(
     grad_hidden_ND: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
 ) -> None:
-    """Compute the gradients of hidden states and weight rows from these rows.
+    """Compute the gradients of the hidden states and of the rows of `weight_VD`.
 
-    The last two arguments are those of `tiling.accumulate_gradients`.
+    Args:
+        hidden_ND: `[N, D]` hidden states.
+        weight_VD: `[V, D]` rows of the output layer.
+        column_N: `[N]` int64 row of `weight_VD` that belongs to the target, -1 for none.
+        coefficients: Coefficients of the gradient of the raw logits.
+        temperature: Divisor of the logits.
+        num_bytes: Bound on the bytes of the tiles.
+        grad_hidden_ND: `[N, D]` in the compute dtype, added to; None if not needed.
+        grad_weight_VD: `[V, D]` in the weight's dtype, overwritten; None if not needed.
     """
     scratch = _TileScratch(hidden_ND, len(weight_VD), num_bytes)
 
     def tile_gradient(tokens: slice, rows: slice) -> torch.Tensor:
-        raw_CB, other_CB = scratch.tiles(tokens.stop - tokens.start, rows)
+        raw_CB, scratch_CB = scratch.tiles(tokens.stop - tokens.start, rows)
         matmul_accumulate(raw_CB, hidden_ND[tokens], weight_VD[rows].t(), fresh=True)
         column_C = column_N[tokens] - rows.start
         return _tile_gradient(
-            raw_CB, other_CB, column_C, coefficients.slice_tokens(tokens), temperature
+            raw_CB, scratch_CB, column_C, coefficients.slice_tokens(tokens), temperature
         )
 
     accumulate_gradients(
@@ -113,27 +126,27 @@ class _TileScratch:
 
 
 def _tile_shape(dtype: torch.dtype, num_rows: int, num_bytes: int) -> tuple[int, int]:
-    """Return tokens and rows of a tile, two of which take `num_bytes`."""
+    """Return how many tokens and rows a tile has, so that two tiles fit into `num_bytes`."""
     elements = max(1, num_bytes // (2 * compute_dtype(dtype).itemsize))
     width = max(1, min(num_rows, BLOCK_ROWS, math.isqrt(2 * elements)))
     return max(1, elements // width), width
 
 
 def _locate_targets(column_C: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `[C, 1]` column of each target within a block, and whether it is in it."""
+    """Return each target's `[C, 1]` column in a block, 0 if outside, and whether it is inside."""
     inside_C = (column_C >= 0) & (column_C < width)
     return (column_C * inside_C)[:, None], inside_C[:, None]
 
 
 def _block_stats(
-    raw_CB: torch.Tensor, other_CB: torch.Tensor, column_C: torch.Tensor, temperature: float
+    raw_CB: torch.Tensor, scratch_CB: torch.Tensor, column_C: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return the `[4, C]` float64 statistics of one tile; both tiles are overwritten."""
+    """Return the `[4, C]` float64 statistics of one tile; logits and scratch are overwritten."""
     index_C1, inside_C1 = _locate_targets(column_C, raw_CB.size(1))
     target_C = raw_CB.gather(1, index_C1).masked_fill_(~inside_C1, -torch.inf).squeeze(1)
     max_C = raw_CB.amax(dim=1)
     x_CB = _scale_by_temperature(raw_CB.sub_(max_C[:, None]), temperature)
-    exp_CB = torch.exp(x_CB, out=other_CB)
+    exp_CB = torch.exp(x_CB, out=scratch_CB)
     sum_C = exp_CB.sum(dim=1)
     weighted_C = exp_CB.mul_(x_CB).sum(dim=1)
     return torch.stack(
@@ -148,17 +161,17 @@ def _block_stats(
 
 def _tile_gradient(
     raw_CB: torch.Tensor,
-    other_CB: torch.Tensor,
+    scratch_CB: torch.Tensor,
     column_C: torch.Tensor,
     coefficients: LogitGradCoefficients,
     temperature: float,
 ) -> torch.Tensor:
-    """Return the `[C, B]` gradient of the raw logits in place; both tiles are overwritten."""
+    """Turn the raw logits of a tile into their `[C, B]` gradient; the scratch is overwritten."""
     x_CB = _scale_by_temperature(raw_CB.sub_(coefficients.max_raw_logit_N[:, None]), temperature)
     if coefficients.entropy_coef_N is None:
         grad_CB = x_CB.exp_().mul_(-coefficients.prob_coef_N[:, None])
     else:
-        exp_CB = torch.exp(x_CB, out=other_CB)
+        exp_CB = torch.exp(x_CB, out=scratch_CB)
         x_CB.mul_(-coefficients.entropy_coef_N[:, None]).sub_(coefficients.prob_coef_N[:, None])
         grad_CB = x_CB.mul_(exp_CB)
     index_C1, inside_C1 = _locate_targets(column_C, raw_CB.size(1))

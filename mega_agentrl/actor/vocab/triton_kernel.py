@@ -10,8 +10,10 @@ into both gradients.
 Inputs are float32, bfloat16 or float16; products are summed in float32 (for float32 inputs
 without TF32). Concurrent programs share token and vocabulary blocks through the L2 cache: groups of
 16 token blocks go through the vocabulary together. On a CPU the kernels run under Triton's
-interpreter (TRITON_INTERPRET=1 before this module is imported), for tests without a GPU. Columns
-are local, and -1 if this rank does not hold a token's target.
+interpreter (TRITON_INTERPRET=1 before this module is imported), for tests without a GPU.
+
+A column of the logits belongs to a row of the output layer's weight. A token's `column` is the
+local index of its target, or -1 if another rank holds it.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width, K runs; inside the kernels T tokens and R rows of a program's tile.
@@ -36,7 +38,7 @@ from mega_agentrl.actor.vocab.partial_softmax import (
 from mega_agentrl.actor.vocab.tiling import accumulate_gradients, split_range
 
 MAX_CHUNK_TOKENS = 8192
-# The backward scratch is at least this many rows wide before chunks get longer.
+# A chunk has as many tokens as leave the backward scratch this many rows wide.
 MIN_BLOCK_ROWS = 16384
 L2_GROUP_TOKEN_BLOCKS = 16
 
@@ -86,7 +88,7 @@ def local_stats(
     temperature: float,
     num_bytes: int,
 ) -> torch.Tensor:
-    """Compute the `[4, C]` float64 statistics of `vocab.partial_softmax` over these rows.
+    """Compute the `[4, C]` float64 statistics of the logits at the rows of `weight_VD`.
 
     The arguments are those of `torch_kernel.local_stats`; `num_bytes` is not used, because no
     logits are stored.
@@ -95,10 +97,10 @@ def local_stats(
     if not num_rows or not num_tokens:
         return empty_stats(num_tokens, hidden_CD.device)
     tile = _select_tile(hidden_CD)
-    runs = triton.cdiv(num_rows, tile.block_rows * tile.blocks_per_run)
-    stats_K4C = hidden_CD.new_empty(runs, 4, num_tokens, dtype=torch.float32)
+    num_runs = triton.cdiv(num_rows, tile.block_rows * tile.blocks_per_run)
+    stats_K4C = hidden_CD.new_empty(num_runs, 4, num_tokens, dtype=torch.float32)
     with torch.cuda.device_of(hidden_CD):
-        _stats_kernel[(triton.cdiv(num_tokens, tile.block_tokens) * runs,)](
+        _stats_kernel[(triton.cdiv(num_tokens, tile.block_tokens) * num_runs,)](
             hidden_CD.contiguous(),
             weight_VD.contiguous(),
             column_C.to(torch.int32),
@@ -124,13 +126,14 @@ def gradients(
     grad_hidden_ND: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
 ) -> None:
-    """Compute the gradients of hidden states and weight rows from these rows.
+    """Compute the gradients of the hidden states and of the rows of `weight_VD`.
 
-    The last two arguments are those of `tiling.accumulate_gradients`.
+    The arguments are those of `torch_kernel.gradients`; `num_bytes` bounds the scratch.
     """
     num_tokens, num_rows = len(hidden_ND), len(weight_VD)
     step = min(num_tokens, chunk_tokens(hidden_ND, num_rows, num_bytes))
     width = max(1, num_bytes // (step * hidden_ND.dtype.itemsize))
+    # A multiple of `MIN_BLOCK_ROWS`, unless that is more than fits.
     width = min(num_rows, width - width % MIN_BLOCK_ROWS or width)
     hidden_ND, weight_VD = hidden_ND.contiguous(), weight_VD.contiguous()
     column_N = column_N.to(torch.int32)
@@ -173,6 +176,7 @@ def _launch_gradient(
             column_C,
             coefficients.max_raw_logit_N,
             coefficients.prob_coef_N,
+            # Without entropy the kernel needs a pointer but does not read it.
             coefficients.prob_coef_N
             if coefficients.entropy_coef_N is None
             else coefficients.entropy_coef_N,
@@ -196,13 +200,14 @@ def _select_tile(hidden_ND: torch.Tensor) -> TileConfig:
 
 
 def _kernel_constants(tile: TileConfig, hidden_CD: torch.Tensor) -> dict[str, Any]:
-    hidden = hidden_CD.size(1)
+    hidden_size = hidden_CD.size(1)
     return {
-        "HIDDEN": hidden,
+        "HIDDEN": hidden_size,
         "TOKENS": tile.block_tokens,
         "ROWS": tile.block_rows,
         "STEP": tile.block_hidden,
-        "EVEN": hidden % tile.block_hidden == 0,
+        # Whether the steps divide the hidden width, so that its loads need no mask.
+        "EVEN": hidden_size % tile.block_hidden == 0,
         # The interpreter's product misreads bfloat16 as integers; float32 gives the same result.
         "WIDEN": not hidden_CD.is_cuda,
         "GROUP": L2_GROUP_TOKEN_BLOCKS,
@@ -213,15 +218,18 @@ def _kernel_constants(tile: TileConfig, hidden_CD: torch.Tensor) -> dict[str, An
 
 @triton.jit
 def _program_indices(
-    num_token_blocks: tl.tensor, num_others: tl.tensor, GROUP: tl.constexpr
+    num_token_blocks: tl.tensor, num_row_parts: tl.tensor, GROUP: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return this program's token block and other index; GROUP token blocks run side by side."""
+    """Return this program's token block and its part of the rows, a run or a vocabulary block.
+
+    Consecutive programs process the same part for a group of GROUP token blocks.
+    """
     program = tl.program_id(0)
-    per_group = GROUP * num_others
-    first = program // per_group * GROUP
-    size = tl.minimum(num_token_blocks - first, GROUP)
-    within = program % per_group
-    return first + within % size, within // size
+    programs_per_group = GROUP * num_row_parts
+    first_block = program // programs_per_group * GROUP
+    group_size = tl.minimum(num_token_blocks - first_block, GROUP)
+    index_in_group = program % programs_per_group
+    return first_block + index_in_group % group_size, index_in_group // group_size
 
 
 @triton.jit
@@ -237,7 +245,7 @@ def _raw_logits(
     EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return `[TOKENS, ROWS]` float32 products; pointers and indices are relative to the tile."""
+    """Return `[TOKENS, ROWS]` float32 logits; tokens and rows are relative to the pointers."""
     step_S = tl.arange(0, STEP)
     hidden_TS = hidden_ptr + token_T[:, None] * HIDDEN + step_S[None, :]
     weight_SR = weight_ptr + row_R[None, :] * HIDDEN + step_S[:, None]
@@ -277,18 +285,18 @@ def _stats_kernel(
     WIDEN: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """Write the [K, 4, C] statistics of one token block over one run of vocabulary blocks."""
+    """Write the `[4, T]` statistics of one token block over one run of vocabulary blocks."""
     num_blocks = tl.cdiv(num_rows, ROWS)
     token_block, run = _program_indices(
         tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_blocks, RUN), GROUP
     )
     token_T = tl.arange(0, TOKENS)
-    num_left = num_tokens - token_block * TOKENS
+    num_remaining = num_tokens - token_block * TOKENS
     # The last blocks repeat their last token and row instead of masking every load.
-    near_T = tl.minimum(token_T, num_left - 1)
+    clamped_T = tl.minimum(token_T, num_remaining - 1)
     hidden_ptr += token_block.to(tl.int64) * TOKENS * HIDDEN
-    column_T = tl.load(column_ptr + token_block * TOKENS + near_T)
-    # Finite, so that the first block's shift by the maximum is no inf - inf.
+    column_T = tl.load(column_ptr + token_block * TOKENS + clamped_T)
+    # Finite, because the shift from -inf to a maximum of -inf would be NaN.
     max_T = tl.full((TOKENS,), -1e38, dtype=tl.float32)
     sum_T = tl.zeros((TOKENS,), dtype=tl.float32)
     weighted_T = tl.zeros((TOKENS,), dtype=tl.float32)
@@ -296,12 +304,12 @@ def _stats_kernel(
     for block in range(run * RUN, tl.minimum((run + 1) * RUN, num_blocks)):
         start = block * ROWS
         row_R = tl.arange(0, ROWS)
-        near_R = tl.minimum(row_R, num_rows - start - 1)
+        clamped_R = tl.minimum(row_R, num_rows - start - 1)
         raw_TR = _raw_logits(
             hidden_ptr,
             weight_ptr + start.to(tl.int64) * HIDDEN,
-            near_T,
-            near_R,
+            clamped_T,
+            clamped_R,
             HIDDEN,
             TOKENS,
             ROWS,
@@ -313,7 +321,7 @@ def _stats_kernel(
         target_T = tl.maximum(
             target_T, tl.max(tl.where(is_target_TR, raw_TR, float("-inf")), axis=1)
         )
-        # Repeated rows cannot move the maximum.
+        # Repeated rows do not change the maximum.
         new_max_T = tl.maximum(max_T, tl.max(raw_TR, axis=1))
         x_TR = (raw_TR - new_max_T[:, None]) * inverse_temperature
         exp_TR = tl.where((row_R < num_rows - start)[None, :], tl.exp(x_TR), 0.0)
@@ -324,7 +332,7 @@ def _stats_kernel(
         sum_T = scale_T * sum_T + tl.sum(exp_TR, axis=1)
         max_T = new_max_T
     stats_T = stats_ptr + (run * 4).to(tl.int64) * num_tokens + token_block * TOKENS + token_T
-    inside_T = token_T < num_left
+    inside_T = token_T < num_remaining
     tl.store(stats_T, max_T, mask=inside_T)
     tl.store(stats_T + num_tokens, sum_T, mask=inside_T)
     tl.store(stats_T + 2 * num_tokens, weighted_T, mask=inside_T)
@@ -361,13 +369,13 @@ def _gradient_kernel(
     row_R = tl.arange(0, ROWS)
     first_token = token_block * TOKENS
     first_row = row_block * ROWS
-    near_T = tl.minimum(token_T, num_tokens - first_token - 1)
-    near_R = tl.minimum(row_R, num_rows - first_row - 1)
+    clamped_T = tl.minimum(token_T, num_tokens - first_token - 1)
+    clamped_R = tl.minimum(row_R, num_rows - first_row - 1)
     raw_TR = _raw_logits(
         hidden_ptr + first_token.to(tl.int64) * HIDDEN,
         weight_ptr + first_row.to(tl.int64) * HIDDEN,
-        near_T,
-        near_R,
+        clamped_T,
+        clamped_R,
         HIDDEN,
         TOKENS,
         ROWS,
@@ -375,7 +383,7 @@ def _gradient_kernel(
         EVEN,
         WIDEN,
     )
-    token_T = first_token + near_T
+    token_T = first_token + clamped_T
     max_logit_T = tl.load(max_logit_ptr + token_T)
     prob_coef_T1 = tl.load(prob_coef_ptr + token_T)[:, None]
     x_TR = (raw_TR - max_logit_T[:, None]) * inverse_temperature

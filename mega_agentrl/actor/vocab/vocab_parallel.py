@@ -86,7 +86,7 @@ def logp_and_entropy(
             under sequence parallelism). Their gradient is summed over the ranks.
         weight_VD: `[V/tp, D]` local rows, in the same dtype.
         target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
-        temperature: Divides the logits.
+        temperature: Divisor of the logits.
         shard: The rows of `weight_VD` in the whole vocabulary, and their process group.
 
     Returns:
@@ -145,9 +145,9 @@ class _LogpEntropy(torch.autograd.Function):
             entropy_N=entropy_N,
             valid_N=valid_N,
         )
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
-        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if want_hidden else None
-        grad_weight_VD = _new_weight_grad(weight_VD, shard, target_N) if want_weight else None
+        needs_hidden_grad, needs_weight_grad = ctx.needs_input_grad[:2]
+        grad_hidden_ND = torch.zeros_like(hidden_ND, dtype=dtype) if needs_hidden_grad else None
+        grad_weight_VD = _new_weight_grad(weight_VD, shard, target_N) if needs_weight_grad else None
         if len(target_N):
             _select_kernel(hidden_ND, shard).gradients(
                 hidden_ND,
@@ -208,7 +208,7 @@ def _check_targets_found(
         raise ValueError(
             f"logp_and_entropy: target {int(target_N[token])} of token {token} is in no rank's "
             f"rows; expected an id within the vocabulary, or {IGNORED_TARGET} to ignore the "
-            "token (does the tokenizer belong to this model?)"
+            "token; probable cause: the tokenizer of another model"
         )
 
 
@@ -268,27 +268,30 @@ def _global_stats(
     column_N, valid_VD = _local_target_column(target_N, shard), weight_VD[: shard.num_valid_rows]
     # Ranks differ in their valid rows, but must split the tokens alike.
     step = kernel.chunk_tokens(hidden_ND, len(weight_VD), num_bytes)
-    chunks, ranks = list(split_range(len(target_N), step)), _num_ranks(shard)
-    stats_R4N = hidden_ND.new_empty(ranks, 4, len(target_N), dtype=torch.float64)
+    chunks, num_ranks = list(split_range(len(target_N), step)), _num_ranks(shard)
+    stats_R4N = hidden_ND.new_empty(num_ranks, 4, len(target_N), dtype=torch.float64)
     exchanges = []
     for tokens in chunks:
         local_4C = kernel.local_stats(
             hidden_ND[tokens], valid_VD, column_N[tokens], temperature, num_bytes
         )
-        if ranks == 1:
+        if num_ranks == 1:
             stats_R4N[0, :, tokens] = local_4C
         else:
             exchanges.append(_start_all_gather(local_4C, shard.group))
     for tokens, (work, gathered_R4C) in zip(chunks, exchanges, strict=False):
         work.wait()
         stats_R4N[:, :, tokens] = gathered_R4C
-    return stats_R4N[0] if ranks == 1 else merge_stats(stats_R4N)
+    return stats_R4N[0] if num_ranks == 1 else merge_stats(stats_R4N)
 
 
 def _start_all_gather(
     local_4C: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[dist.Work, torch.Tensor]:
-    """Start the all-gather of a chunk's statistics; return it and its `[R, 4, C]` output."""
+    """Start the all-gather of a chunk's `[4, C]` statistics; return its work and its output.
+
+    The output is `[R, 4, C]` and valid after waiting for the work.
+    """
     gathered_R4C = local_4C.new_empty(group.size(), *local_4C.shape)
     work = dist.all_gather_into_tensor(
         gathered_R4C.view(-1, local_4C.size(1)), local_4C, group=group, async_op=True
