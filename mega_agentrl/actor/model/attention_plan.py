@@ -1,11 +1,12 @@
 """Plans for causal attention inside packed trees.
 
-A micro-batch holds trees in depth-first order (`actor.training.packing`). A branch is a run of its
-tokens that follows one path; the keys of a token are those of the path from the root of its tree to
-itself, which is a list of runs of packed tokens. A segment is a run of consecutive queries of one
-branch on one rank, with its keys in the order of the path, ending with the segment's last query:
-query q of a segment attends to its keys 0 .. num_keys - num_queries + q. Where rows share nothing
-every branch is a row, and has one segment, or two with context parallelism.
+A micro-batch holds trees in depth-first order (`actor.training.packing`). A branch is a run of
+packed tokens that follows one path of a tree. The keys of a token are the tokens on the path from
+the root of its tree to the token itself, which is a list of runs of packed tokens. A segment is a
+run of consecutive queries of one branch on one rank, with their keys in the order of the path,
+ending with the segment's last query: query q of a segment attends to the segment's keys
+0 .. num_keys - num_queries + q. Where rows share nothing, every branch is a row, and has one
+segment, or two with context parallelism.
 
 Three plans compute the same attention:
 
@@ -20,7 +21,7 @@ in depth-first order the tokens that attend to a key are consecutive. A plan is 
 micro-batch and used by every layer.
 
 Shape suffixes: S queries of this rank, W packed tokens of all context ranks, P query slots and K
-key slots of a plan, N segments, G trees, L listed blocks.
+key slots of a plan, N segments, Q queries of a padded block, G trees, L listed blocks.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 
 # Number of attention scores that take about as long as one more block, on a CPU.
 _BLOCK_COST_SCORES = 32_768
-# A block has at most one score of padding for so many real ones.
+# A block has at most one score of padding for this many real scores.
 _SCORES_PER_PADDING = 8
 PROGRAM_TOKENS = 128
 """Queries or keys that one program of the kernels of `tree_attention` owns."""
 STEP_TOKENS = 64
-"""Tokens of the other side that it processes at once."""
+"""Keys or queries of the other side that a program processes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +60,10 @@ class Branch:
     start: int
     """First packed token."""
     stop: int
-    """One past the last; the next branch begins there."""
+    """One past the last packed token; the next branch begins there."""
     path: tuple[tuple[int, int], ...]
-    """Runs (start, stop) of packed tokens from the root to the first token of the branch, which
-    none of them contains; empty for a root."""
+    """Runs (start, stop) of packed tokens from the root of the tree up to the branch, without the
+    branch's own tokens; empty for the first branch of a tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +94,18 @@ class SegmentBlock:
     if all have equally many; None if there are none."""
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what to add to the scores: 0, or -inf at keys that a query does not attend to.
+        """Return the bias of the scores: 0, or -inf at keys that a query does not attend to.
 
-        The result is `[num_segments, 1, num_queries, num_keys]`, or None if it is the square lower
-        triangle in all segments.
+        The result is `[num_segments, 1, num_queries, num_keys]`, or None if query i attends to
+        keys 0 .. i in all segments.
         """
         if self.num_earlier_N is None:
             return None
         device = self.num_earlier_N.device
-        last_NQ = self.num_earlier_N[:, None] + torch.arange(self.num_queries, device=device)
-        hidden_NQK = torch.arange(self.num_keys, device=device) > last_NQ[:, :, None]
-        bias_NQK = torch.zeros(hidden_NQK.shape, dtype=dtype, device=device)
-        bias_NQK.masked_fill_(hidden_NQK, -inf)
+        last_key_NQ = self.num_earlier_N[:, None] + torch.arange(self.num_queries, device=device)
+        is_masked_NQK = torch.arange(self.num_keys, device=device) > last_key_NQ[:, :, None]
+        bias_NQK = torch.zeros(is_masked_NQK.shape, dtype=dtype, device=device)
+        bias_NQK.masked_fill_(is_masked_NQK, -inf)
         return bias_NQK[:, None].expand(self.num_segments, -1, -1, -1)
 
 
@@ -139,14 +140,14 @@ class VarlenAttentionPlan:
 class BlockLists:
     """For each block of `PROGRAM_TOKENS`, the blocks of `STEP_TOKENS` of the other side to compute.
 
-    Of block n these are `block_L[bounds[2 * n] : bounds[2 * n + 1]]`, in which some scores are
-    masked, and `block_L[bounds[2 * n + 1] : bounds[2 * n + 2]]`, in which none is.
+    Block n has the blocks `block_L[bounds[2 * n] : bounds[2 * n + 1]]`, in which some scores are
+    masked, and `block_L[bounds[2 * n + 1] : bounds[2 * n + 2]]`, in which no score is.
     """
 
     bounds: torch.Tensor
-    """`[2 * blocks + 1]` int32 places in `block_L`."""
+    """`[2 * num_blocks + 1]` int32 offsets in `block_L`."""
     block_L: torch.Tensor
-    """`[L]` int32 blocks."""
+    """`[L]` int32 numbers of blocks of the other side, ascending in each list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +171,14 @@ class BlockSparseAttentionPlan:
 def split_into_segments(
     start_G: Sequence[int], branches: Sequence[Branch], rank: int, size: int
 ) -> list[AttentionSegment]:
-    """Return the segments of a context-parallel rank, in the order of its tokens."""
+    """Return the segments of a context-parallel rank, in the order of its tokens.
+
+    Args:
+        start_G: First of the W packed tokens of each tree, followed by W.
+        branches: The branches of all trees, in order.
+        rank: The context rank.
+        size: Number of context ranks.
+    """
     segments: list[AttentionSegment] = []
     query_start, remaining = 0, iter(branches)
     branch = next(remaining)
@@ -203,13 +211,13 @@ def make_padded_plan(
     """Build the padded plan of a context-parallel rank."""
     segments = split_into_segments(start_G, branches, rank, size)
     gathered_W = gathered_token_indices(start_G, size)
-    slot_S = torch.empty(sum(part.num_queries for part in segments), dtype=torch.int64)
+    slot_S = torch.empty(sum(segment.num_queries for segment in segments), dtype=torch.int64)
     queries, keys, blocks, num_slots = [], [], [], 0
     for group in group_by_size(segments):
         query_NP, real_NP = _pad_to_longest(
-            [torch.arange(part.num_queries) + part.query_start for part in group]
+            [torch.arange(segment.num_queries) + segment.query_start for segment in group]
         )
-        key_NK, _ = _pad_to_longest([_key_tokens(part) for part in group])
+        key_NK, _ = _pad_to_longest([_key_tokens(segment) for segment in group])
         slot_S[query_NP[real_NP]] = num_slots + torch.nonzero(real_NP.flatten()).flatten()
         num_slots += query_NP.numel()
         queries.append(query_NP.flatten())
@@ -234,13 +242,13 @@ def make_varlen_plan(
     segments = split_into_segments(start_G, branches, rank, size)
     key_K = None
     if size > 1 or any(branch.path for branch in branches):
-        tokens_K = torch.cat([_key_tokens(part) for part in segments])
+        tokens_K = torch.cat([_key_tokens(segment) for segment in segments])
         key_K = gathered_token_indices(start_G, size)[tokens_K].to(device)
     return VarlenAttentionPlan(
-        cu_seqlens_q=cumulative_lengths([part.num_queries for part in segments], device),
-        cu_seqlens_k=cumulative_lengths([part.num_keys for part in segments], device),
-        max_seqlen_q=max(part.num_queries for part in segments),
-        max_seqlen_k=max(part.num_keys for part in segments),
+        cu_seqlens_q=cumulative_lengths([segment.num_queries for segment in segments], device),
+        cu_seqlens_k=cumulative_lengths([segment.num_keys for segment in segments], device),
+        max_seqlen_q=max(segment.num_queries for segment in segments),
+        max_seqlen_k=max(segment.num_keys for segment in segments),
         key_index_K=key_K,
     )
 
@@ -271,9 +279,9 @@ def make_block_sparse_plan(
 
 
 def subtree_ends(branches: Sequence[Branch]) -> torch.Tensor:
-    """Return for each packed token one past the last token with it on its path, `[W]` int64.
+    """Return `[W]` int64, for each packed token one past the last token that attends to it.
 
-    Depth-first order means that the tokens with a given token on their paths are consecutive.
+    In depth-first order the tokens that have a given token on their paths are consecutive.
     """
     end_W = torch.empty(branches[-1].stop, dtype=torch.int64)
     for branch in branches:
@@ -285,22 +293,26 @@ def subtree_ends(branches: Sequence[Branch]) -> torch.Tensor:
 def _visible_blocks(
     token_S: torch.Tensor, end_W: torch.Tensor, query_block: int, key_block: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[query blocks, key blocks]` bool: some of the scores are visible, and all are."""
+    """Return `[query blocks, key blocks]` bool: if a score may be visible, and if all are."""
     query_NQ, end_NK = token_S.view(-1, query_block), end_W.view(-1, key_block)
     first_key = torch.arange(0, len(end_W), key_block)
     # Padding has the lowest index, -1: a padded block is never visible as a whole.
-    first_query, lowest, last_query = query_NQ[:, :1], *query_NQ.aminmax(dim=1, keepdim=True)
+    first_query = query_NQ[:, :1]
+    lowest_query, highest_query = query_NQ.aminmax(dim=1, keepdim=True)
     lowest_end, highest_end = end_NK.aminmax(dim=1)
-    some = (first_key <= last_query) & (first_query < highest_end)
-    return some, (first_key + key_block <= lowest + 1) & (last_query < lowest_end)
+    may_be_visible = (first_key <= highest_query) & (first_query < highest_end)
+    is_full = (first_key + key_block <= lowest_query + 1) & (highest_query < lowest_end)
+    return may_be_visible, is_full
 
 
-def _list_blocks(some: torch.Tensor, all_: torch.Tensor, device: torch.device) -> BlockLists:
-    """List the blocks of each row of two matrices, those that are masked in part first."""
-    listed = torch.stack([some & ~all_, all_], dim=1)
+def _list_blocks(
+    may_be_visible: torch.Tensor, is_full: torch.Tensor, device: torch.device
+) -> BlockLists:
+    """List the blocks of each row of the matrices, those that are masked in part first."""
+    is_listed = torch.stack([may_be_visible & ~is_full, is_full], dim=1)
     return BlockLists(
-        bounds=cumulative_lengths(listed.sum(dim=-1).flatten().tolist(), device),
-        block_L=listed.nonzero()[:, 2].to(device, torch.int32),
+        bounds=cumulative_lengths(is_listed.sum(dim=-1).flatten().tolist(), device),
+        block_L=is_listed.nonzero()[:, 2].to(device, torch.int32),
     )
 
 
@@ -317,18 +329,18 @@ def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSe
     """
     groups: list[list[AttentionSegment]] = []
     num_scores = max_queries = 0
-    for part in sorted(segments, key=lambda part: (-part.num_keys, -part.num_queries)):
-        max_queries = max(max_queries, part.num_queries)
-        num_scores += part.num_queries * part.num_keys
+    for segment in sorted(segments, key=lambda segment: (-segment.num_keys, -segment.num_queries)):
+        max_queries = max(max_queries, segment.num_queries)
+        num_scores += segment.num_queries * segment.num_keys
         if groups:
             num_padded = (len(groups[-1]) + 1) * max_queries * groups[-1][0].num_keys
             if num_padded - num_scores <= max(
                 num_scores // _SCORES_PER_PADDING, _BLOCK_COST_SCORES
             ):
-                groups[-1].append(part)
+                groups[-1].append(segment)
                 continue
-        groups.append([part])
-        max_queries, num_scores = part.num_queries, part.num_queries * part.num_keys
+        groups.append([segment])
+        max_queries, num_scores = segment.num_queries, segment.num_queries * segment.num_keys
     return groups
 
 
@@ -338,18 +350,18 @@ def _key_tokens(segment: AttentionSegment) -> torch.Tensor:
 
 
 def _pad_to_longest(tokens: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[N, longest]` tokens, padded with the last of each, and a mask of the real ones."""
-    count_N = torch.tensor([len(part) for part in tokens])
+    """Return `[N, longest]` lists, padded with their last token, and a mask of the real tokens."""
+    count_N = torch.tensor([len(token_list) for token_list in tokens])
     step = torch.arange(int(count_N.max()))
     start_N = count_N.cumsum(0) - count_N
-    index_NL = start_N[:, None] + torch.minimum(step[None], count_N[:, None] - 1)
-    return torch.cat(list(tokens))[index_NL], step[None] < count_N[:, None]
+    flat_index = start_N[:, None] + torch.minimum(step[None], count_N[:, None] - 1)
+    return torch.cat(list(tokens))[flat_index], step[None] < count_N[:, None]
 
 
 def _make_block(group: Sequence[AttentionSegment], device: torch.device) -> SegmentBlock:
-    num_queries = max(part.num_queries for part in group)
-    num_keys = max(part.num_keys for part in group)
-    num_earlier = [part.num_keys - part.num_queries for part in group]
+    num_queries = max(segment.num_queries for segment in group)
+    num_keys = max(segment.num_keys for segment in group)
+    num_earlier = [segment.num_keys - segment.num_queries for segment in group]
     if len(set(num_earlier)) == 1:
         num_earlier = num_earlier[:1]
     return SegmentBlock(

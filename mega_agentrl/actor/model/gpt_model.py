@@ -107,8 +107,8 @@ def build_transformer_config(
 
     Raises:
         ConfigError: If the model cannot be computed with the chosen attention on this device.
-        ValueError: If a MoE has one expert per token with renormalised weights: its weight
-            would always be 1.
+        ValueError: If a MoE has one expert per token with renormalised weights: the weight of
+            that expert would always be 1.
     """
     config = TransformerConfig(
         num_layers=shape.num_layers,
@@ -145,7 +145,7 @@ def build_transformer_config(
     )
     set_attention_factor(config, shape.rope)
     check_tree_attention(tree_attention, device.current_device(), dtype, shape.head_dim)
-    # Not a field of Megatron's; read by the core attention, which gets nothing but the config.
+    # Not a field of Megatron's; the core attention reads it, which gets nothing but the config.
     config.tree_attention = tree_attention
     return config
 
@@ -170,7 +170,7 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
         case Recompute.none:
             return {}
         case Recompute.selective:
-            # The attention kernels keep no scores, so that only the MLP is worth its second pass.
+            # The attention kernels keep no scores, so that only the MLP is worth a second pass.
             return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]}
         case Recompute.full:
             return {
@@ -273,11 +273,11 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
         sequence_parallel       The parameter is replicated over the tensor group, but each rank
                                 applies it to its part of the tokens, so gradients are summed.
 
-    Megatron sets them during weight initialisation, which is skipped here, and `allreduce` only
-    with more than one expert-parallel rank. But experts are replicated over other ranks than dense
-    parameters as soon as the expert tensor size differs from the tensor size. Megatron recognises
-    query and key norms by name and sums their gradients. A scalar head processes all tokens on
-    every rank, so its gradient is complete.
+    Megatron sets these attributes when it initialises weights, which is skipped here. It sets
+    `allreduce` only with more than one expert-parallel rank, but experts are replicated over other
+    ranks than dense parameters as soon as the expert tensor size differs from the tensor size.
+    Megatron recognises query and key norms by name and sums their gradients. A scalar head
+    processes all tokens on every rank, so its gradient is complete.
 
     Args:
         model: The chunk whose parameters get the attributes.
@@ -285,12 +285,12 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
         sequence: Whether sequence parallelism is on.
     """
     for name, parameter in model.named_parameters():
-        expert = is_expert_param(name)
-        replicated = is_tensor_replicated(shape, name) and not expert
-        parameter.tensor_model_parallel = not replicated
-        parameter.allreduce = not expert
-        summed = replicated and not name.endswith(_NO_TP_GRAD_SUM_SUFFIXES)
-        parameter.sequence_parallel = sequence and summed
+        is_expert = is_expert_param(name)
+        is_replicated = is_tensor_replicated(shape, name) and not is_expert
+        parameter.tensor_model_parallel = not is_replicated
+        parameter.allreduce = not is_expert
+        needs_sum = is_replicated and not name.endswith(_NO_TP_GRAD_SUM_SUFFIXES)
+        parameter.sequence_parallel = sequence and needs_sum
 
 
 def wrap_with_ddp(
@@ -320,11 +320,11 @@ def wrap_with_ddp(
 def make_vocab_shard(shape: ModelShape, groups: ParallelGroups) -> VocabShard:
     """Return this rank's rows of the output layer."""
     mp_rank = groups.coordinates.model_parallel_rank
-    rows = padded_vocab_size(shape, mp_rank.tensor_size) // mp_rank.tensor_size
-    start = mp_rank.tensor_rank * rows
+    num_rows = padded_vocab_size(shape, mp_rank.tensor_size) // mp_rank.tensor_size
+    first_row = mp_rank.tensor_rank * num_rows
     return VocabShard(
-        first_token_id=start,
-        num_valid_rows=max(0, min(rows, shape.vocab_size - start)),
+        first_token_id=first_row,
+        num_valid_rows=max(0, min(num_rows, shape.vocab_size - first_row)),
         group=groups.pg_collection.tp if mp_rank.tensor_size > 1 else None,
     )
 
@@ -332,7 +332,7 @@ def make_vocab_shard(shape: ModelShape, groups: ParallelGroups) -> VocabShard:
 def check_parameter_shapes(
     chunks: Sequence[torch.nn.Module], shards: Sequence[ShardLayout]
 ) -> None:
-    """Assert that the chunks have exactly the parameters and shapes of the name mapping."""
+    """Assert that the chunks have exactly the parameters in `shards`, with their shapes."""
     expected = {shard.name: shard.shape for shard in shards}
     got = {
         f"chunk{number}.{name}" if len(chunks) > 1 else name: tuple(parameter.shape)

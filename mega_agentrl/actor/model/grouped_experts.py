@@ -1,11 +1,11 @@
 """Experts of a rank as one grouped matrix product, for Megatron layers without Transformer Engine.
 
 The parameters are those of Megatron's `SequentialMLP`, one module per expert, so that checkpoints,
-weight transfer and export know them. Forward and backward pass stack the weights of a layer for
-the time of a product, which costs one copy of them but no memory between the passes.
+weight transfer and export find them under the same names. Forward and backward pass stack the
+weights of a layer only for a product, so that the copy takes no memory between the passes.
 
 Shape suffixes: T routed tokens of this rank, sorted by expert, E experts of this rank, N output and
-K input width of a linear layer.
+K input width of a linear layer, D hidden width, F inner width of an expert.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALIGNMENT_BYTES = 16
 
 
 class GroupedExperts(SequentialMLP):
-    """`SequentialMLP` whose experts are computed together where torch can do so."""
+    """`SequentialMLP` that computes its experts together where torch supports grouped products."""
 
     def forward(
         self,
@@ -66,8 +66,8 @@ def grouped_linear(
     """Multiply each token by the weight of its expert, with gradients for both.
 
     Args:
-        value_TK: Tokens, sorted by expert.
-        end_E: int32 number of tokens of the experts up to and including each.
+        value_TK: `[T, K]` tokens, sorted by expert.
+        end_E: `[E]` int32, one past the last token of each expert.
         weights: One `[N, K]` weight per expert.
 
     Returns:
@@ -103,14 +103,14 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def has_aligned_rows(weight_NK: torch.Tensor) -> bool:
-    """Return whether a weight and its products have rows of whole units of memory access."""
-    item = weight_NK.element_size()
-    return all(size * item % _ALIGNMENT_BYTES == 0 for size in weight_NK.shape)
+    """Return whether rows of a weight and of its products are multiples of `_ALIGNMENT_BYTES`."""
+    element_bytes = weight_NK.element_size()
+    return all(size * element_bytes % _ALIGNMENT_BYTES == 0 for size in weight_NK.shape)
 
 
 @cache
 def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch computes grouped products of this dtype on the device, by trying."""
+    """Return whether torch computes grouped products of this dtype on the device; tries it."""
     value_TK = torch.zeros(32, 16, dtype=dtype, device=device)
     weight_ENK = torch.zeros(2, 16, 16, dtype=dtype, device=device)
     end_E = torch.tensor([16, 32], dtype=torch.int32, device=device)
@@ -118,6 +118,6 @@ def supports_grouped_mm(device: torch.device, dtype: torch.dtype) -> bool:
         functional.grouped_mm(value_TK, weight_ENK.transpose(1, 2), offs=end_E)
         functional.grouped_mm(value_TK.t(), value_TK, offs=end_E)
     except (AttributeError, RuntimeError):
-        # torch has no such function, or not for this dtype or device.
+        # torch lacks the function, or a kernel for this dtype or device.
         return False
     return True

@@ -1,8 +1,8 @@
 """Layer specs: the modules that Megatron builds a decoder from.
 
 These are Transformer Engine's layers, or Megatron's local layers with this package's norm and
-attention. Biases follow the model family: Megatron's single switch would add one to every
-linear layer, so it stays off, and the linear layers that have a bias are replaced here.
+attention. Biases follow the model family: Megatron's `add_bias_linear` would add one to
+every linear layer, so it stays off, and the linear layers that have a bias are replaced here.
 """
 
 from __future__ import annotations
@@ -93,12 +93,14 @@ class GatheredKVAttention(SelfAttention):
         width = self.hidden_size_per_attention_head
         num_queries = self.config.num_attention_heads // num_groups
         ranks_per_group = group.size() // num_groups
-        group_index, part = divmod(group.rank(), ranks_per_group)
+        group_index, rank_in_group = divmod(group.rank(), ranks_per_group)
         local_qkv, _ = self.linear_qkv(hidden_states)
         qkv = all_gather_last_dim_from_tensor_parallel_region(local_qkv, group=group)
         heads = qkv.view(*qkv.shape[:2], num_groups, num_queries + 2, width)[:, :, group_index]
         queries_per_rank = num_queries // ranks_per_group
-        query = heads[:, :, part * queries_per_rank : (part + 1) * queries_per_rank]
+        query = heads[
+            :, :, rank_in_group * queries_per_rank : (rank_in_group + 1) * queries_per_rank
+        ]
         key = heads[:, :, num_queries : num_queries + 1]
         value = heads[:, :, num_queries + 1 :]
         if self.q_layernorm is not None:
@@ -112,12 +114,13 @@ def decoder_block_spec(
     shape: ModelShape, mp_rank: ModelParallelRank, chunk: int
 ) -> TransformerBlockSubmodules:
     """Return the spec of one virtual chunk: its dense or MoE layers and the final norm."""
-    count = shape.num_layers // (mp_rank.pipeline_size * mp_rank.virtual_size)
-    first = (chunk * mp_rank.pipeline_size + mp_rank.pipeline_rank) * count
+    num_layers = shape.num_layers // (mp_rank.pipeline_size * mp_rank.virtual_size)
+    first_layer = (chunk * mp_rank.pipeline_size + mp_rank.pipeline_rank) * num_layers
     build = _te_layer_spec if device.has_transformer_engine() else _local_layer_spec
     return TransformerBlockSubmodules(
         layer_specs=[
-            build(shape, sparse=shape.is_moe_layer(layer)) for layer in range(first, first + count)
+            build(shape, sparse=shape.is_moe_layer(layer))
+            for layer in range(first_layer, first_layer + num_layers)
         ],
         layer_norm=_te_norm() if device.has_transformer_engine() else RMSNorm,
     )
@@ -140,7 +143,7 @@ def _local_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
 
 
 def _te_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
-    # Imports Transformer Engine.
+    # Imported here because it needs Transformer Engine.
     from mega_agentrl.actor.model.te_attention import PackedTEAttention
 
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -170,8 +173,8 @@ def _customize_layer_spec(spec: ModuleSpec, shape: ModelShape, sparse: bool) -> 
         attention.linear_proj = linear_with_bias(attention.linear_proj)
     if shape.mlp_bias and not sparse:
         mlp.linear_fc1 = linear_with_bias(mlp.linear_fc1)
-        # Returned apart, the bias would be an output of a recomputed MLP, which autograd would
-        # then take for the result of an operation instead of a parameter.
+        # Megatron's layer would return the bias apart from the product. If the MLP is recomputed,
+        # autograd would then take the bias for the result of an operation, not for a parameter.
         mlp.linear_fc2 = linear_with_bias(mlp.linear_fc2, skip_bias_add=False)
     return spec
 

@@ -12,10 +12,11 @@ With `model.tree_attention=triton`, micro-batches whose trees have forks are com
 `tree_attention` instead, which gathers no keys along paths.
 
 With context parallelism the keys and values of all context ranks are gathered first. Keys and
-values that are gathered along the paths of a tree, of which there are as many as in flat rows, are
-not kept for the backward pass but gathered again.
+values that are gathered along the paths of a tree are as many as in flat rows, so they are not kept
+for the backward pass but gathered again.
 
-Shapes: S tokens of this rank, W of all context ranks, H and Hkv local heads, D head width.
+Shape suffixes: S tokens of this rank, W of all context ranks, K key slots of a plan, G trees, H and
+Hkv local heads, D head width.
 """
 
 from __future__ import annotations
@@ -89,13 +90,13 @@ class PackedTreeParams(PackedSeqParams):
         start_G, position_S = micro.start_G, micro.position_S
         assert start_G[-1] == len(position_S) * micro.context_size, "trees and tokens differ"
         lengths = [stop - start for start, stop in pairwise(start_G)]
-        ends = cumulative_lengths(lengths, position_S.device)
+        tree_bounds = cumulative_lengths(lengths, position_S.device)
         return cls(
             qkv_format="sbhd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            cu_seqlens_q_padded=ends,
-            cu_seqlens_kv_padded=ends,
+            cu_seqlens_q=tree_bounds,
+            cu_seqlens_kv=tree_bounds,
+            cu_seqlens_q_padded=tree_bounds,
+            cu_seqlens_kv_padded=tree_bounds,
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             position_S=position_S,
@@ -124,8 +125,8 @@ class PackedTreeParams(PackedSeqParams):
     def padded_biases(self, dtype: torch.dtype) -> list[torch.Tensor | None]:
         """Return the bias of each block of the padded plan, built on first use.
 
-        Given a boolean mask, torch would make a bias of it in every layer and keep it for the
-        backward pass.
+        From a boolean mask torch would make a bias in every layer, and keep each for the backward
+        pass.
         """
         if dtype not in self._biases_by_dtype:
             self._biases_by_dtype[dtype] = [block.bias(dtype) for block in self.padded_plan.blocks]
@@ -219,7 +220,7 @@ def packed_attention(
     Returns:
         `[S, 1, H * D]`.
     """
-    query_SHD, key_WHD, value_WHD = (part.squeeze(1) for part in (query, key, value))
+    query_SHD, key_WHD, value_WHD = (tensor.squeeze(1) for tensor in (query, key, value))
     if trees.context_size > 1:
         assert context_group is not None, "trees are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
@@ -312,7 +313,7 @@ def _varlen_attention(
 
 @cache
 def _accepts_grouped_queries(function: Callable[..., torch.Tensor]) -> bool:
-    """Return whether torch's function has an argument for it, as from torch 2.12 on."""
+    """Return whether `varlen_attn` has the argument `enable_gqa`, which it got in torch 2.12."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
@@ -328,7 +329,7 @@ def _padded_attention(
     num_heads = query_SHD.size(1) if query_SHD.is_cuda else key_WHD.size(1)
     query_sizes = [block.num_segments * block.num_queries for block in plan.blocks]
     key_sizes = [block.num_segments * block.num_keys for block in plan.blocks]
-    parts = zip(
+    block_inputs = zip(
         plan.blocks,
         trees.padded_biases(query_SHD.dtype),
         query_SHD.index_select(0, plan.query_index_P).split(query_sizes),
@@ -336,12 +337,14 @@ def _padded_attention(
         strict=True,
     )
     outputs = []
-    for block, bias, query, key_index in parts:
+    for block, bias, query, key_index in block_inputs:
         with _gather_again_in_backward(trees.has_forks) as gather:
-            key, value = (gather(part, key_index, num_heads) for part in (key_WHD, value_WHD))
-            batch = (part.unflatten(0, (block.num_segments, -1)) for part in (query, key, value))
+            key, value = (gather(tensor, key_index, num_heads) for tensor in (key_WHD, value_WHD))
+            batch = (
+                tensor.unflatten(0, (block.num_segments, -1)) for tensor in (query, key, value)
+            )
             out = functional.scaled_dot_product_attention(
-                *(part.transpose(1, 2) for part in batch),
+                *(tensor.transpose(1, 2) for tensor in batch),
                 attn_mask=bias,
                 is_causal=bias is None,
                 scale=scale,
@@ -355,15 +358,17 @@ def _padded_attention(
 def _gather_again_in_backward(
     enabled: bool,
 ) -> Iterator[Callable[[torch.Tensor, torch.Tensor | None, int], torch.Tensor]]:
-    """Yield a function that gathers keys or values; operations inside do not save its results.
+    """Yield a function that gathers keys or values, and let autograd save no gathered tensors.
 
-    It takes `[W, Hkv, D]`, the `[K]` index of each key slot or None for all in order, and the
-    number of heads to repeat the heads to; it returns `[K, heads, D]`.
+    Operations inside the context that would save a gathered tensor for their backward pass save how
+    to gather it again. The function takes `[W, Hkv, D]` keys or values, the `[K]` index of each key
+    slot or None for all in order, and the number of heads that the heads are repeated to; it
+    returns `[K, heads, D]`.
 
     Args:
-        enabled: False to let the operations save what they need, which takes less time.
+        enabled: False to let the operations save gathered tensors, which takes less time.
     """
-    sources: dict[int, Callable[[], torch.Tensor]] = {}
+    regather_by_storage: dict[int, Callable[[], torch.Tensor]] = {}
 
     def gather(
         part_WHD: torch.Tensor, index_K: torch.Tensor | None, num_heads: int
@@ -372,8 +377,8 @@ def _gather_again_in_backward(
         if num_heads != part_KHD.size(1):
             part_KHD = part_KHD.repeat_interleave(num_heads // part_KHD.size(1), dim=1)
         if enabled:
-            again = partial(gather_without_grad, part_WHD.detach(), index_K, num_heads)
-            sources[part_KHD.untyped_storage().data_ptr()] = again
+            regather = partial(gather_without_grad, part_WHD.detach(), index_K, num_heads)
+            regather_by_storage[part_KHD.untyped_storage().data_ptr()] = regather
         return part_KHD
 
     @torch.no_grad()
@@ -381,20 +386,20 @@ def _gather_again_in_backward(
         return gather(*arguments)
 
     def pack(tensor: torch.Tensor) -> Any:
-        source = sources.get(tensor.untyped_storage().data_ptr())
-        if source is None:
+        regather = regather_by_storage.get(tensor.untyped_storage().data_ptr())
+        if regather is None:
             return tensor
-        return source, tensor.size(), tensor.stride(), tensor.storage_offset()
+        return regather, tensor.size(), tensor.stride(), tensor.storage_offset()
 
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        source, *view = packed
-        return source().as_strided(*view)
+    def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        regather, *view = saved
+        return regather().as_strided(*view)
 
     if not enabled:
         yield gather
         return
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield gather
-    sources.clear()
+    regather_by_storage.clear()

@@ -65,43 +65,46 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 def compute_inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     """Return the `[D / 2]` inverse frequencies in radians per position, float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    default_inv_freq = 1.0 / rope.theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    )
     if rope.rope_type is RopeType.linear:
-        return plain / rope.factor
+        return default_inv_freq / rope.factor
     if rope.rope_type is RopeType.llama3:
-        return _llama3_inv_freq(plain, rope)
+        return _llama3_inv_freq(default_inv_freq, rope)
     if rope.rope_type is RopeType.yarn:
         return _yarn_inv_freq(head_dim, rope)
-    return plain
+    return default_inv_freq
 
 
 def set_attention_factor(config: TransformerConfig, rope: RopeConfig) -> None:
     """Make Megatron multiply cosines and sines by the rope's attention factor.
 
-    Megatron's fused rotary kernels ignore it, so `apply_rope_fusion` must be off unless it is 1.
+    Megatron's fused rotary kernels ignore the factor; unless it is 1, `apply_rope_fusion` must be
+    off.
     """
     if rope.attention_factor == 1.0:
         return
-    # Megatron's factor is (0.1 a ln f + 1) / (0.1 b ln f + 1) of these three.
+    # Megatron's factor is (0.1 a ln f + 1) / (0.1 b ln f + 1), with f, a and b in this order:
     config.yarn_rotary_scaling_factor = math.e
     config.yarn_mscale = 10.0 * (rope.attention_factor - 1.0)
     config.yarn_mscale_all_dim = 0.0
 
 
-def _llama3_inv_freq(plain: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+def _llama3_inv_freq(default_inv_freq: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    wavelength = 2 * math.pi / plain
-    long = wavelength > rope.original_max_position_embeddings / low
-    short = wavelength < rope.original_max_position_embeddings / high
-    share = (rope.original_max_position_embeddings / wavelength - low) / (high - low)
-    blend = (1 - share) * plain / rope.factor + share * plain
-    scaled = torch.where(long, plain / rope.factor, plain)
-    return torch.where(long | short, scaled, blend)
+    wavelength = 2 * math.pi / default_inv_freq
+    is_long = wavelength > rope.original_max_position_embeddings / low
+    is_short = wavelength < rope.original_max_position_embeddings / high
+    default_share = (rope.original_max_position_embeddings / wavelength - low) / (high - low)
+    blend = (1 - default_share) * default_inv_freq / rope.factor + default_share * default_inv_freq
+    scaled = torch.where(is_long, default_inv_freq / rope.factor, default_inv_freq)
+    return torch.where(is_long | is_short, scaled, blend)
 
 
 def _yarn_inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     def dimension(rotations: float) -> float:
-        """Return the unrounded index of the dimension with so many rotations in L positions."""
+        """Return the unrounded index of the dimension with `rotations` turns in L positions."""
         span = math.log(rope.original_max_position_embeddings / (rotations * 2 * math.pi))
         return head_dim * span / (2 * math.log(rope.theta))
 
@@ -112,6 +115,6 @@ def _yarn_inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     if first == last:
         last += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / (last - first)
-    keep = 1 - ramp.clamp(0, 1)
+    default_share = 1 - ramp.clamp(0, 1)
     power = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    return 1.0 / (rope.factor * power) * (1 - keep) + 1.0 / power * keep
+    return 1.0 / (rope.factor * power) * (1 - default_share) + 1.0 / power * default_share

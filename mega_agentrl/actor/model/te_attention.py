@@ -2,9 +2,9 @@
 
 Megatron passes queries, keys and values as one sequence of batch size 1, with the rotary
 embedding already applied. Transformer Engine takes the same tokens as `thd`, without the batch
-dim and with the boundaries of the trees, if each is a single row. Branches have more keys than
-queries, for which Megatron has no mask type and Transformer Engine's context parallelism no
-division; `packed_attention` computes micro-batches that have some.
+dim and with the boundaries of the trees, if every tree is a single row. The branches of a tree with
+forks have more keys than queries. Megatron has no mask type for them and Transformer Engine's
+context parallelism cannot split them, so `packed_attention` computes micro-batches with forks.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 NUM_WARPS = 8
-# The third stage holds the next block, or its number, while the two others are loaded and computed.
+# Pipelining: a block is computed while the next one is loaded and the number of a third is read.
 HOPPER_STAGES = 3
 # For GPUs with less shared memory than Hopper and A100.
 SMALL_SMEM_STAGES = 2
@@ -88,14 +88,14 @@ class _TreeAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         inputs = [
-            part if part.stride(-1) == 1 else part.contiguous()
-            for part in (query_SHD, key_WHD, value_WHD)
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            for tensor in (query_SHD, key_WHD, value_WHD)
         ]
-        num_queries, heads, width = query_SHD.shape
-        out_SHD = query_SHD.new_empty(num_queries, heads, width)
-        lse_HS = query_SHD.new_empty(heads, num_queries, dtype=torch.float32)
+        num_queries, num_heads, width = query_SHD.shape
+        out_SHD = query_SHD.new_empty(num_queries, num_heads, width)
+        lse_HS = query_SHD.new_empty(num_heads, num_queries, dtype=torch.float32)
         with torch.cuda.device_of(query_SHD):
-            forward_kernel[(triton.cdiv(num_queries, PROGRAM_TOKENS), heads)](
+            forward_kernel[(triton.cdiv(num_queries, PROGRAM_TOKENS), num_heads)](
                 *inputs,
                 out_SHD,
                 lse_HS,
@@ -111,10 +111,10 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out_SHD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *inputs, out_SHD, lse_HS = ctx.saved_tensors
         plan, scale = ctx.plan, ctx.scale
-        num_keys, kv_heads, _ = inputs[1].shape
+        num_keys, num_kv_heads, _ = inputs[1].shape
         grad_out_SHD, delta_HS = grad_out_SHD.contiguous(), torch.empty_like(lse_HS)
         # Contiguous, whatever the strides of the inputs are.
-        grad_inputs = [part.new_empty(part.shape) for part in inputs]
+        grad_inputs = [tensor.new_empty(tensor.shape) for tensor in inputs]
         constants = _constants(inputs)
         with torch.cuda.device_of(out_SHD):
             # Writes `delta_HS`, which the other kernel reads.
@@ -128,7 +128,7 @@ class _TreeAttention(torch.autograd.Function):
                 *_shared_arguments(plan, plan.keys_of_queries, inputs, scale),
                 **constants,
             )
-            key_value_gradient_kernel[(triton.cdiv(num_keys, PROGRAM_TOKENS), kv_heads)](
+            key_value_gradient_kernel[(triton.cdiv(num_keys, PROGRAM_TOKENS), num_kv_heads)](
                 *inputs,
                 grad_out_SHD,
                 lse_HS,
@@ -146,9 +146,13 @@ def _check_shapes(
     value_WHD: torch.Tensor,
     plan: BlockSparseAttentionPlan,
 ) -> None:
-    (num_queries, heads, width), (num_keys, kv_heads, _) = query_SHD.shape, key_WHD.shape
-    fits = key_WHD.shape == value_WHD.shape == (num_keys, kv_heads, width)
-    if not fits or heads % kv_heads or (num_queries, num_keys) != (plan.num_queries, plan.num_keys):
+    (num_queries, num_heads, width), (num_keys, num_kv_heads, _) = query_SHD.shape, key_WHD.shape
+    shapes_match = key_WHD.shape == value_WHD.shape == (num_keys, num_kv_heads, width)
+    if (
+        not shapes_match
+        or num_heads % num_kv_heads
+        or (num_queries, num_keys) != (plan.num_queries, plan.num_keys)
+    ):
         raise ValueError(
             f"tree_attention: query {tuple(query_SHD.shape)}, key {tuple(key_WHD.shape)} and value "
             f"{tuple(value_WHD.shape)}; expected [{plan.num_queries}, H, D] and "
@@ -160,8 +164,8 @@ def _check_shapes(
 def _shared_arguments(
     plan: BlockSparseAttentionPlan, lists: BlockLists, inputs: list[torch.Tensor], scale: float
 ) -> tuple[Any, ...]:
-    """Return the arguments that all kernels take between their tensors and the constants."""
-    strides = [stride for part in inputs for stride in part.stride()[:2]]
+    """Return the arguments that all kernels share; they follow the tensors of each kernel."""
+    strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
     return (
         *(plan.token_S, plan.end_W, lists.bounds, lists.block_L),
         *(plan.num_queries, plan.num_keys, *strides),
@@ -171,18 +175,18 @@ def _shared_arguments(
 
 def _constants(inputs: list[torch.Tensor]) -> dict[str, Any]:
     query_SHD, key_WHD, _ = inputs
-    has_room = True
+    has_large_smem = True
     if query_SHD.is_cuda:
         properties = torch.cuda.get_device_properties(query_SHD.device)
-        has_room = properties.shared_memory_per_block_optin >= 160 << 10
+        has_large_smem = properties.shared_memory_per_block_optin >= 160 << 10
     return {
         "HEADS": query_SHD.size(1),
         "KV_HEADS": key_WHD.size(1),
         "WIDTH": query_SHD.size(2),
-        "OWN": PROGRAM_TOKENS,
+        "BLOCK": PROGRAM_TOKENS,
         "STEP": STEP_TOKENS,
         # The interpreter's product misreads bfloat16 as integers; float32 gives the same result.
         "WIDEN": not query_SHD.is_cuda,
         "num_warps": NUM_WARPS,
-        "num_stages": HOPPER_STAGES if has_room else SMALL_SMEM_STAGES,
+        "num_stages": HOPPER_STAGES if has_large_smem else SMALL_SMEM_STAGES,
     }

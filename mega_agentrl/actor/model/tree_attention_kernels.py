@@ -1,14 +1,17 @@
 """The Triton kernels of `tree_attention`: forward, gradient of queries, of keys and values.
 
-A program owns a block of OWN tokens of one head, queries or keys, and loops in steps over the
-blocks of STEP tokens of the other side that are listed for it: first those that are masked in part,
+A program owns a block of BLOCK tokens of one head, queries or keys. It loops over the blocks of
+STEP tokens of the other side that are listed for it: first those that are masked in part,
 then those that are visible as a whole (`attention_plan.BlockLists`). Tiles at the end of the tokens
 repeat the last row instead of masking every load; the arrays of packed indices and ends are padded
-so that nothing sees the repetitions or is seen by them.
+so that no token attends to a repetition or is attended to by one.
 
 Queries have `[S, H, D]` with any strides of the first two dims, keys and values `[W, Hkv, D]`
 likewise; outputs and gradients are contiguous; numbers per query are `[H, S]` float32. Matrix
-products are summed in float32.
+products are summed in float32. `token_ptr`, `end_ptr`, `bounds_ptr` and `block_ptr` point to the
+tensors of `attention_plan.BlockSparseAttentionPlan`. `scale` is the factor of the scores, and
+`exponent_factor` is `scale` times log2(e), for exponents of 2. With WIDEN the factors of products
+are converted to float32.
 
 Shape suffixes: Q queries and K keys of a program's tile, D head size; R rows of any tile.
 """
@@ -21,23 +24,23 @@ import triton.language as tl
 
 @triton.jit
 def _product(
-    left: tl.tensor, right: tl.tensor, added: tl.tensor | None, WIDEN: tl.constexpr
+    left: tl.tensor, right: tl.tensor, addend: tl.tensor | None, WIDEN: tl.constexpr
 ) -> tl.tensor:
-    """Return the float32 matrix product, plus `added` if that is not None."""
+    """Return the float32 matrix product, plus `addend` if that is not None."""
     if WIDEN:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
-    return tl.dot(left, right, added, input_precision="ieee")
+    return tl.dot(left, right, addend, input_precision="ieee")
 
 
 @triton.jit
 def _is_visible(token: tl.tensor, key: tl.tensor, end: tl.tensor) -> tl.tensor:
-    """Return which keys the queries with these packed indices attend to."""
+    """Return whether queries attend to keys, from their packed indices and the ends of the keys."""
     return (key <= token) & (token < end)
 
 
 @triton.jit
-def _near_rows(start: tl.tensor, num_rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
+def _clamped_rows(start: tl.tensor, num_rows: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
     """Return the rows of a tile relative to its start; the last tile repeats its last row."""
     return tl.minimum(tl.arange(0, ROWS), num_rows - start - 1)
 
@@ -52,7 +55,7 @@ def _load_tile(
     WIDTH: tl.constexpr,
 ) -> tl.tensor:
     """Load `[ROWS, WIDTH]` of one head from row `start` on."""
-    row_R = _near_rows(start, num_rows, ROWS)
+    row_R = _clamped_rows(start, num_rows, ROWS)
     offset_RD = row_R[:, None] * stride + tl.arange(0, WIDTH)[None, :]
     return tl.load(head_ptr + start.to(tl.int64) * stride + offset_RD)
 
@@ -101,7 +104,7 @@ def forward_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
@@ -110,14 +113,14 @@ def forward_kernel(
     query_ptr += head * query_head_stride
     key_ptr += head // (HEADS // KV_HEADS) * key_head_stride
     value_ptr += head // (HEADS // KV_HEADS) * value_head_stride
-    start = program * OWN
-    query_Q = start + tl.arange(0, OWN)
+    start = program * BLOCK
+    query_Q = start + tl.arange(0, BLOCK)
     token_Q = tl.load(token_ptr + query_Q)
-    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, OWN, WIDTH)
-    # Finite, so that a block in which a query sees nothing is no inf - inf.
-    max_Q = tl.full((OWN,), -1e38, dtype=tl.float32)
-    sum_Q = tl.zeros((OWN,), dtype=tl.float32)
-    out_QD = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, BLOCK, WIDTH)
+    # Finite, because in a block without visible keys -inf - -inf would be NaN.
+    max_Q = tl.full((BLOCK,), -1e38, dtype=tl.float32)
+    sum_Q = tl.zeros((BLOCK,), dtype=tl.float32)
+    out_QD = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
     for is_full in tl.static_range(2):
         bound_ptr = bounds_ptr + 2 * program + is_full
         for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
@@ -137,10 +140,10 @@ def forward_kernel(
             value_KD = _load_tile(value_ptr, first_key, num_keys, value_stride, STEP, WIDTH)
             out_QD = _product(weight_QK.to(value_KD.dtype), value_KD, out_QD, WIDEN)
             max_Q = new_max_Q
-    # Only rows beyond the last query see nothing.
+    # Only the padding after the last query attends to nothing.
     sum_Q = tl.where(token_Q < 0, 1.0, sum_Q)
     out_QD = out_QD / sum_Q[:, None]
-    _store_tile(out_ptr + head * WIDTH, start, num_queries, HEADS * WIDTH, out_QD, OWN, WIDTH)
+    _store_tile(out_ptr + head * WIDTH, start, num_queries, HEADS * WIDTH, out_QD, BLOCK, WIDTH)
     lse_ptr += head.to(tl.int64) * num_queries
     tl.store(lse_ptr + query_Q, max_Q + tl.log2(sum_Q), mask=query_Q < num_queries)
 
@@ -172,7 +175,7 @@ def query_gradient_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
@@ -184,18 +187,18 @@ def query_gradient_kernel(
     query_ptr += head * query_head_stride
     key_ptr += head // (HEADS // KV_HEADS) * key_head_stride
     value_ptr += head // (HEADS // KV_HEADS) * value_head_stride
-    start = program * OWN
+    start = program * BLOCK
     stride: tl.constexpr = HEADS * WIDTH
-    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, OWN, WIDTH)
-    grad_out_QD = _load_tile(grad_out_ptr + head * WIDTH, start, num_queries, stride, OWN, WIDTH)
-    out_QD = _load_tile(out_ptr + head * WIDTH, start, num_queries, stride, OWN, WIDTH)
+    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, BLOCK, WIDTH)
+    grad_out_QD = _load_tile(grad_out_ptr + head * WIDTH, start, num_queries, stride, BLOCK, WIDTH)
+    out_QD = _load_tile(out_ptr + head * WIDTH, start, num_queries, stride, BLOCK, WIDTH)
     delta_Q = tl.sum(out_QD.to(tl.float32) * grad_out_QD.to(tl.float32), axis=1)
-    query_Q = start + tl.arange(0, OWN)
-    of_head = head.to(tl.int64) * num_queries
-    tl.store(delta_ptr + of_head + query_Q, delta_Q, mask=query_Q < num_queries)
-    lse_Q = tl.load(lse_ptr + of_head + start + _near_rows(start, num_queries, OWN))
+    query_Q = start + tl.arange(0, BLOCK)
+    head_offset = head.to(tl.int64) * num_queries
+    tl.store(delta_ptr + head_offset + query_Q, delta_Q, mask=query_Q < num_queries)
+    lse_Q = tl.load(lse_ptr + head_offset + start + _clamped_rows(start, num_queries, BLOCK))
     token_Q = tl.load(token_ptr + query_Q)
-    grad_query_QD = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    grad_query_QD = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
     for is_full in tl.static_range(2):
         bound_ptr = bounds_ptr + 2 * program + is_full
         for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
@@ -214,7 +217,7 @@ def query_gradient_kernel(
             grad_query_QD = _product(grad_score_QK.to(key_KD.dtype), key_KD, grad_query_QD, WIDEN)
     grad_query_QD *= scale
     _store_tile(
-        grad_query_ptr + head * WIDTH, start, num_queries, stride, grad_query_QD, OWN, WIDTH
+        grad_query_ptr + head * WIDTH, start, num_queries, stride, grad_query_QD, BLOCK, WIDTH
     )
 
 
@@ -245,7 +248,7 @@ def key_value_gradient_kernel(
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    OWN: tl.constexpr,
+    BLOCK: tl.constexpr,
     STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
@@ -253,43 +256,48 @@ def key_value_gradient_kernel(
     program, kv_head = tl.program_id(0), tl.program_id(1)
     key_ptr += kv_head * key_head_stride
     value_ptr += kv_head * value_head_stride
-    start = program * OWN
-    key_KD = _load_tile(key_ptr, start, num_keys, key_stride, OWN, WIDTH)
-    value_KD = _load_tile(value_ptr, start, num_keys, value_stride, OWN, WIDTH)
-    key_K = start + tl.arange(0, OWN)
+    start = program * BLOCK
+    key_KD = _load_tile(key_ptr, start, num_keys, key_stride, BLOCK, WIDTH)
+    value_KD = _load_tile(value_ptr, start, num_keys, value_stride, BLOCK, WIDTH)
+    key_K = start + tl.arange(0, BLOCK)
     end_K = tl.load(end_ptr + key_K)
-    grad_key_KD = tl.zeros((OWN, WIDTH), dtype=tl.float32)
-    grad_value_KD = tl.zeros((OWN, WIDTH), dtype=tl.float32)
+    grad_key_KD = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+    grad_value_KD = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
     stride: tl.constexpr = HEADS * WIDTH
     for group_head in range(HEADS // KV_HEADS):
         head = kv_head * (HEADS // KV_HEADS) + group_head
         head_query_ptr = query_ptr + head * query_head_stride
         head_grad_out_ptr = grad_out_ptr + head * WIDTH
-        of_head = head.to(tl.int64) * num_queries
+        head_offset = head.to(tl.int64) * num_queries
         for is_full in tl.static_range(2):
             bound_ptr = bounds_ptr + 2 * program + is_full
             for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
-                first = tl.load(block_ptr + entry) * STEP
-                near_Q = first + _near_rows(first, num_queries, STEP)
-                query_QD = _load_tile(head_query_ptr, first, num_queries, query_stride, STEP, WIDTH)
+                first_query = tl.load(block_ptr + entry) * STEP
+                clamped_Q = first_query + _clamped_rows(first_query, num_queries, STEP)
+                query_QD = _load_tile(
+                    head_query_ptr, first_query, num_queries, query_stride, STEP, WIDTH
+                )
                 x_KQ = _product(key_KD, tl.trans(query_QD), None, WIDEN) * exponent_factor
-                lse_Q = tl.load(lse_ptr + of_head + near_Q)
+                lse_Q = tl.load(lse_ptr + head_offset + clamped_Q)
                 prob_KQ = tl.exp2(x_KQ - lse_Q[None, :])
                 if is_full == 0:
-                    token_Q = tl.load(token_ptr + first + tl.arange(0, STEP))
+                    token_Q = tl.load(token_ptr + first_query + tl.arange(0, STEP))
                     is_visible_KQ = _is_visible(token_Q[None, :], key_K[:, None], end_K[:, None])
                     prob_KQ = tl.where(is_visible_KQ, prob_KQ, 0.0)
-                grad_out_QD = _load_tile(head_grad_out_ptr, first, num_queries, stride, STEP, WIDTH)
+                grad_out_QD = _load_tile(
+                    head_grad_out_ptr, first_query, num_queries, stride, STEP, WIDTH
+                )
                 grad_value_KD = _product(
                     prob_KQ.to(grad_out_QD.dtype), grad_out_QD, grad_value_KD, WIDEN
                 )
                 grad_prob_KQ = _product(value_KD, tl.trans(grad_out_QD), None, WIDEN)
-                delta_Q = tl.load(delta_ptr + of_head + near_Q)
+                delta_Q = tl.load(delta_ptr + head_offset + clamped_Q)
                 grad_score_KQ = prob_KQ * (grad_prob_KQ - delta_Q[None, :])
                 grad_key_KD = _product(
                     grad_score_KQ.to(query_QD.dtype), query_QD, grad_key_KD, WIDEN
                 )
     grad_key_KD *= scale
-    own = kv_head * WIDTH
-    _store_tile(grad_key_ptr + own, start, num_keys, KV_HEADS * WIDTH, grad_key_KD, OWN, WIDTH)
-    _store_tile(grad_value_ptr + own, start, num_keys, KV_HEADS * WIDTH, grad_value_KD, OWN, WIDTH)
+    grad_key_ptr += kv_head * WIDTH
+    grad_value_ptr += kv_head * WIDTH
+    _store_tile(grad_key_ptr, start, num_keys, KV_HEADS * WIDTH, grad_key_KD, BLOCK, WIDTH)
+    _store_tile(grad_value_ptr, start, num_keys, KV_HEADS * WIDTH, grad_value_KD, BLOCK, WIDTH)

@@ -104,7 +104,7 @@ def compiled(kernel, width):
     from mega_agentrl.actor.model.tree_attention import HOPPER_STAGES, NUM_WARPS
 
     constants = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": width}
-    constants |= {"OWN": PROGRAM_TOKENS, "STEP": STEP_TOKENS, "WIDEN": False}
+    constants |= {"BLOCK": PROGRAM_TOKENS, "STEP": STEP_TOKENS, "WIDEN": False}
     types = dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
     types |= dict.fromkeys(("token_ptr", "end_ptr", "bounds_ptr", "block_ptr"), "*i32")
