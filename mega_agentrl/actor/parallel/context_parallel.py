@@ -30,9 +30,11 @@ def rank_token_spans(length: int, rank: int, size: int) -> list[tuple[int, int]]
     """Return the (first, last + 1) spans of a tree of `length` tokens that a rank holds."""
     if size == 1:
         return [(0, length)]
-    chunk, rest = divmod(length, 2 * size)
-    assert rest == 0, f"a tree of {length} tokens over {size} context ranks"
-    return [(index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
+    chunk_length, remainder = divmod(length, 2 * size)
+    assert remainder == 0, f"a tree of {length} tokens has no {2 * size} equal chunks"
+    return [
+        (index * chunk_length, (index + 1) * chunk_length) for index in (rank, 2 * size - 1 - rank)
+    ]
 
 
 def rank_token_indices(start_G: Sequence[int], rank: int, size: int) -> torch.Tensor:

@@ -61,7 +61,8 @@ _GROUP_FIELDS = {
     "data": "dp_cp",
     "all": "intra_dist_opt",
 }
-"""Field of the collection by the name in messages; "data" is the group of gradient sums."""
+"""Field of `ProcessGroupCollection` by the name of the group in messages; "data" is the group that
+sums gradients."""
 
 _MAX_LISTED_RANKS = 8
 
@@ -93,15 +94,15 @@ class RankCoordinates:
                 f"parallel.data={parallel.data}, parallel.pipeline={parallel.pipeline}"
             )
         stage_ranks = parallel.tensor * parallel.context * parallel.data
-        experts = parallel.expert * parallel.expert_tensor_size
-        if stage_ranks % experts:
+        num_expert_ranks = parallel.expert * parallel.expert_tensor_size
+        if stage_ranks % num_expert_ranks:
             raise ValueError(
                 f"parallel.expert={parallel.expert} * parallel.expert_tensor="
                 f"{parallel.expert_tensor_size}: expected a divisor of {stage_ranks} = "
                 "parallel.tensor * parallel.context * parallel.data; probable cause: experts "
                 "counted as a further factor of the number of ranks"
             )
-        inside = rank % stage_ranks
+        rank_in_stage = rank % stage_ranks
         return cls(
             model_parallel_rank=ModelParallelRank(
                 tensor_rank=rank % parallel.tensor,
@@ -109,16 +110,16 @@ class RankCoordinates:
                 pipeline_rank=rank // stage_ranks,
                 pipeline_size=parallel.pipeline,
                 virtual_size=parallel.virtual_pipeline,
-                expert_rank=inside // parallel.expert_tensor_size % parallel.expert,
+                expert_rank=rank_in_stage // parallel.expert_tensor_size % parallel.expert,
                 expert_size=parallel.expert,
-                expert_tensor_rank=inside % parallel.expert_tensor_size,
+                expert_tensor_rank=rank_in_stage % parallel.expert_tensor_size,
                 expert_tensor_size=parallel.expert_tensor_size,
             ),
             data_rank=parallel.data_rank(rank),
             data_size=parallel.data,
-            context_rank=inside // parallel.tensor % parallel.context,
+            context_rank=rank_in_stage // parallel.tensor % parallel.context,
             context_size=parallel.context,
-            expert_data_rank=inside // experts,
+            expert_data_rank=rank_in_stage // num_expert_ranks,
         )
 
     def along(self, axis: str) -> int:
@@ -217,11 +218,13 @@ def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[lis
 
     The lists are ascending and ordered by their first rank.
     """
-    parts: dict[tuple[int, ...], list[int]] = {}
+    ranks_by_coordinates: dict[tuple[int, ...], list[int]] = {}
     for rank in range(parallel.world_size):
         coordinates = RankCoordinates.from_rank(rank, parallel)
-        parts.setdefault(tuple(coordinates.along(axis) for axis in shared), []).append(rank)
-    return list(parts.values())
+        ranks_by_coordinates.setdefault(
+            tuple(coordinates.along(axis) for axis in shared), []
+        ).append(rank)
+    return list(ranks_by_coordinates.values())
 
 
 def build_pg_collection(
@@ -233,9 +236,9 @@ def build_pg_collection(
     backend, not that of `init_process_group`.
     """
     build_partition = partial(_build_partition, rank=rank, timeout=timedelta(seconds=timeout_s))
-    alone = build_partition([[r] for r in range(parallel.world_size)])
+    single_rank_group = build_partition([[r] for r in range(parallel.world_size)])
     pipelines = partition_ranks(parallel, _SHARED_COORDINATES["pp"])
-    ends = build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
+    embedding_group = build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
     groups = {
         name: build_partition(partition_ranks(parallel, shared))
         for name, shared in _SHARED_COORDINATES.items()
@@ -244,19 +247,19 @@ def build_pg_collection(
     assert not unset, f"process groups without rank {rank}: {unset}"
     return ProcessGroupCollection(
         **groups,
-        embd=ends or alone,
-        pos_embd=alone,
+        embd=embedding_group or single_rank_group,
+        pos_embd=single_rank_group,
         intra_dp_cp=groups["dp_cp"],
         intra_expt_dp=groups["expt_dp"],
     )
 
 
 def _build_partition(
-    parts: list[list[int]], *, rank: int, timeout: timedelta
+    partition: list[list[int]], *, rank: int, timeout: timedelta
 ) -> dist.ProcessGroup | None:
     """Create every group of a partition, in the same order on all ranks; return this rank's."""
     own_group = None
-    for ranks in parts:
+    for ranks in partition:
         group = dist.new_group(ranks, timeout=timeout)
         if rank in ranks:
             own_group = group

@@ -48,7 +48,7 @@ class RegisteredLoss:
     function: LossFunction
     """Function of log-probs, old log-probs, advantages, mask and the options."""
     traits: LossTraits
-    """What it takes and returns."""
+    """Needs and results of the loss."""
 
     def __call__(
         self,
@@ -63,8 +63,8 @@ class RegisteredLoss:
         A loss per trajectory uses the mean advantage over the unmasked tokens of a row.
 
         Raises:
-            ValueError: the function returns losses of another shape or other metrics than it is
-                registered with.
+            ValueError: If the function returns losses of another shape, or other metrics than it
+                is registered with.
         """
         advantage = advantage_BT
         if self.traits.per_trajectory:
@@ -117,14 +117,14 @@ def load_user_loss(reference: str) -> RegisteredLoss:
     The driver calls it before anything starts, and every rank of the policy when it is created.
 
     Raises:
-        ConfigError: There is no such function, or it is not registered.
+        ConfigError: If there is no such function, or it is not registered.
     """
-    found = load_user_object(
+    function = load_user_object(
         reference, LOSSES.key, LOSSES.expected, default_name=LOSSES.default_name
     )
-    records = [record for record in _REGISTERED.values() if record.function is found]
+    records = [record for record in _REGISTERED.values() if record.function is function]
     if not records:
-        cause = f"got {found!r}, without the decorator"
+        cause = f"got {function!r}, without the decorator"
         raise ConfigError(LOSSES.key, reference, LOSSES.expected, cause)
     return records[-1]
 

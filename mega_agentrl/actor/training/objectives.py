@@ -47,15 +47,15 @@ class PolicyObjective:
 
     algo: AlgoConfig
     targets: PackedTargets
-    """Of the rows of the data rank. `old_logp` and `advantage` are required, `ref_logp` with a KL
-    term; `importance_weight` weighs the policy loss if it is set, `kl_weight` replaces
+    """Targets of the rows of the data rank. `old_logp` and `advantage` are required, `ref_logp`
+    with a KL term; `importance_weight` weighs the policy loss if it is set, `kl_weight` replaces
     `algo.kl_coef`."""
     denominator: float
     """Divisor of the loss, counted over the whole step."""
 
     def __post_init__(self) -> None:
-        needed = ["old_logp", "advantage"] + (["ref_logp"] if self.has_kl_term else [])
-        require_targets(self.targets, needed, "update", "compute_log_probs")
+        required = ["old_logp", "advantage"] + (["ref_logp"] if self.has_kl_term else [])
+        require_targets(self.targets, required, "update", "compute_log_probs")
 
     @property
     def has_kl_term(self) -> bool:
@@ -69,7 +69,8 @@ class PolicyObjective:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
         pad = partial(self.targets.padded, indices=micro.rows, device=logp_RT.device)
         mask_RT = pad("mask")
-        own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
+        # The trained tokens that this context rank predicts.
+        local_mask_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         assert micro.context_size == 1 or not find_loss(self.algo).traits.needs_uncut_rows, (
             "check_algo refuses losses per trajectory or turn with context parallelism"
         )
@@ -78,23 +79,23 @@ class PolicyObjective:
             logp_RT,
             pad("old_logp"),
             pad("advantage"),
-            own_RT,
+            local_mask_RT,
             None if self.targets.importance_weight_M is None else pad("importance_weight"),
         )
-        num_tokens = own_RT.sum().float()
+        num_tokens = local_mask_RT.sum().float()
         sums = {name: value * num_tokens for name, value in info.items()}
         sums["policy_loss"] = loss_RT.detach().sum()
         sums["ref_kl"] = torch.zeros((), device=logp_RT.device)
         if self.targets.ref_logp_M is not None:
             kl_RT = kl_penalty(logp_RT, pad("ref_logp"), self.algo.kl_estimator)
-            kl_RT = torch.where(own_RT, kl_RT, 0.0)
+            kl_RT = torch.where(local_mask_RT, kl_RT, 0.0)
             sums["ref_kl"] = kl_RT.detach().sum()
             if self.has_kl_term:
                 has_weight = self.targets.kl_weight_M is not None
                 loss_RT = loss_RT + (pad("kl_weight") if has_weight else self.algo.kl_coef) * kl_RT
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
-        sums["entropy"] = entropy_RT.detach()[own_RT].sum()
+        sums["entropy"] = entropy_RT.detach()[local_mask_RT].sum()
         mode = str(self.algo.loss_aggregation)
         loss = aggregate(loss_RT, mask_RT, mode, denominator=self.denominator)
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
@@ -113,22 +114,29 @@ class SftObjective:
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
         mask_RT = self.targets.padded("mask", micro.rows, logp_RT.device)
-        own_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
+        local_mask_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         loss = aggregate(-logp_RT, mask_RT, "token_mean", denominator=self.denominator)
         return loss, {
             "loss": loss.detach(),
-            "num_tokens": own_RT.sum().float(),
-            "entropy": entropy_RT.detach()[own_RT].sum(),
+            "num_tokens": local_mask_RT.sum().float(),
+            "entropy": entropy_RT.detach()[local_mask_RT].sum(),
         }
 
 
 def require_targets(targets: PackedTargets, names: Sequence[str], what: str, source: str) -> None:
-    """Raise `ValueError` if one of the targets is None; `source` is the call that sets it."""
+    """Raise `ValueError` if one of the targets is None.
+
+    Args:
+        targets: The targets of an update.
+        names: Names of the required fields, as in `POLICY_TARGETS`.
+        what: The update, for the message.
+        source: Name of the method that computes the first of the targets, for the message.
+    """
     missing = [f"{name}_BT" for name in names if getattr(targets, f"{name}_M") is None]
     if missing:
         raise ValueError(
-            f"{what}: the batch has no {', '.join(missing)}; expected them from {source} and from "
-            "the advantages before the update"
+            f"{what}: the batch has no {', '.join(missing)}; expected {source} and the computation "
+            "of the advantages before the update"
         )
 
 
@@ -170,7 +178,7 @@ def compute_policy_loss(
 
     Returns:
         `[R, T]` loss, 0 where masked, and 0-d metrics over the trained tokens: `CLIP_METRICS` and
-        those that the loss is registered with.
+        the metrics that the loss is registered with.
     """
     loss = find_loss(algo)
     loss_RT, info = loss(logp_RT, old_logp_RT, advantage_RT, mask_RT, **algo.loss_options)

@@ -28,10 +28,17 @@ if TYPE_CHECKING:
 
 ALL_STATE = frozenset(("weights", "gradients", "optimizer"))
 BLOCK_BYTES = 2**28
+"""Default size of a block of host memory."""
 
 
 def require_on_device(what: str, needed: Set[str], on_host: Set[str]) -> None:
-    """Raise `ValueError` if a needed part of the state is in host memory."""
+    """Raise `ValueError` if a needed part of the state is in host memory.
+
+    Args:
+        what: The operation that needs the parts, for the message.
+        needed: Parts of `ALL_STATE` that must be on the device.
+        on_host: Parts of `ALL_STATE` that are in host memory.
+    """
     missing = sorted(needed & on_host)
     if missing:
         raise ValueError(
@@ -70,14 +77,14 @@ class HostBlocks:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield equally long (chunk of a `[n]` uint8 view, chunk of a host block), in order."""
         blocks = iter(self._blocks)
-        room = torch.empty(0, dtype=torch.uint8)
-        for rest in byte_views:
-            while rest.numel():
-                if not room.numel():
-                    room = next(blocks)
-                size = min(rest.numel(), room.numel())
-                yield rest[:size], room[:size]
-                rest, room = rest[size:], room[size:]
+        block_rest = torch.empty(0, dtype=torch.uint8)
+        for view_rest in byte_views:
+            while view_rest.numel():
+                if not block_rest.numel():
+                    block_rest = next(blocks)
+                size = min(view_rest.numel(), block_rest.numel())
+                yield view_rest[:size], block_rest[:size]
+                view_rest, block_rest = view_rest[size:], block_rest[size:]
 
 
 class HostBuffer:
@@ -160,9 +167,9 @@ class ReferenceWeights:
 
     def _swap(self) -> None:
         for parameter_chunk, host_chunk in self._iter_chunk_pairs():
-            staged = parameter_chunk.clone()
+            current_weights = parameter_chunk.clone()
             parameter_chunk.copy_(host_chunk)
-            host_chunk.copy_(staged)
+            host_chunk.copy_(current_weights)
 
     def _iter_chunk_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         return self._host_blocks.iter_chunk_pairs(

@@ -72,10 +72,10 @@ class AdamOptimizer:
         *,
         distributed: bool,
     ) -> None:
-        wrapped = chunks[0].ddp_config.use_distributed_optimizer
-        if distributed != wrapped:
+        expected = chunks[0].ddp_config.use_distributed_optimizer
+        if distributed != expected:
             raise ValueError(
-                f"distributed={distributed}: expected {wrapped}, as the chunks were wrapped; "
+                f"distributed={distributed}: expected {expected}, as the chunks were wrapped; "
                 "probable cause: parallel.distributed_optimizer was read in one place only"
             )
         self.num_steps = 0
@@ -93,9 +93,9 @@ class AdamOptimizer:
                 pg_collection=groups.pg_collection,
             )
         self._chained_optimizers: list[MegatronOptimizer] = self._optimizer.chained_optimizers
-        for part in self._chained_optimizers:
-            if isinstance(part, DistributedOptimizer):
-                _detach_master_shards(part)
+        for optimizer in self._chained_optimizers:
+            if isinstance(optimizer, DistributedOptimizer):
+                _detach_master_shards(optimizer)
         self._configure_param_groups()
 
     @property
@@ -131,7 +131,9 @@ class AdamOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         gradients = [
-            gradient for part in self._chained_optimizers for gradient in _main_grads(part)
+            gradient
+            for optimizer in self._chained_optimizers
+            for gradient in _main_grads(optimizer)
         ]
         _scale_gradients(gradients, self._config.grad_clip / (norm + 1e-6))
         self._optimizer.step_with_ready_grads()
@@ -141,9 +143,9 @@ class AdamOptimizer:
     def reset(self) -> None:
         """Reset the moments and the step count."""
         require_on_device("reset", {"optimizer"}, self.on_host)
-        for part in self._chained_optimizers:
-            part.optimizer.state.clear()
-            for group in part.optimizer.param_groups:
+        for optimizer in self._chained_optimizers:
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
                 group.pop("step", None)
         self.num_steps = 0
 
@@ -153,10 +155,10 @@ class AdamOptimizer:
         self._optimizer.reload_model_params()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield master weights and moments; for float32 the masters are the parameters."""
-        for part in self._chained_optimizers:
-            state = part.optimizer.state
-            for master in part.get_parameters():
+        """Yield master weights and moments; float32 parameters are their own master weights."""
+        for optimizer in self._chained_optimizers:
+            state = optimizer.optimizer.state
+            for master in optimizer.get_parameters():
                 yield master
                 yield from (
                     state[master][name] for name in MOMENTS if name in state.get(master, {})
@@ -171,45 +173,46 @@ class AdamOptimizer:
             Without the distributed optimizer that is the whole parameter.
         """
         require_on_device("state_shards", {"weights", "optimizer"}, self.on_host)
-        for part in self._chained_optimizers:
-            yield from _state_shards(part)
+        for optimizer in self._chained_optimizers:
+            yield from _state_shards(optimizer)
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the step count, after the state was written into the views of `state_shards`."""
         require_on_device("set_num_steps", {"weights", "optimizer"}, self.on_host)
         self.num_steps = num_steps
-        for part in self._chained_optimizers:
-            _set_num_steps(part, num_steps)
+        for optimizer in self._chained_optimizers:
+            _set_num_steps(optimizer, num_steps)
 
     def _configure_param_groups(self) -> None:
         """Set weight decay by group, and torch's fused Adam, also on CPUs."""
         for group in self._optimizer.param_groups:
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
-        for part in self._chained_optimizers:
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                for group in part.optimizer.param_groups:
+        for optimizer in self._chained_optimizers:
+            if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                for group in optimizer.optimizer.param_groups:
                     group.update(fused=True, foreach=False)
 
     @torch.no_grad()
     def _grad_norm(self) -> float:
         """Compute the Euclidean norm over the whole model, bit-identical on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=device.current_device())
-        for part in self._chained_optimizers:
-            counted = part.get_main_grads_for_grad_norm()
-            counted_ids = {id(gradient) for gradient in counted}
-            others = [g for g in _main_grads(part) if id(g) not in counted_ids]
-            total += get_total_norm(counted).to(total).square() / self._num_grad_replicas(part)
-            # Adds 0, or NaN if one of the others is not finite.
-            total += get_total_norm(others).to(total) * 0.0
+        for optimizer in self._chained_optimizers:
+            counted_gradients = optimizer.get_main_grads_for_grad_norm()
+            counted_ids = {id(gradient) for gradient in counted_gradients}
+            other_gradients = [g for g in _main_grads(optimizer) if id(g) not in counted_ids]
+            num_replicas = self._num_grad_replicas(optimizer)
+            total += get_total_norm(counted_gradients).to(total).square() / num_replicas
+            # Adds 0, or NaN if a gradient that does not count is not finite.
+            total += get_total_norm(other_gradients).to(total) * 0.0
         dist.all_reduce(total, group=self._groups.pg_collection.intra_dist_opt)
         return math.sqrt(total.item())
 
-    def _num_grad_replicas(self, part: MegatronOptimizer) -> int:
-        if isinstance(part, DistributedOptimizer):
+    def _num_grad_replicas(self, optimizer: MegatronOptimizer) -> int:
+        if isinstance(optimizer, DistributedOptimizer):
             return 1
-        expert = any(group["is_expert_parallel"] for group in part.param_groups)
+        is_expert = any(group["is_expert_parallel"] for group in optimizer.param_groups)
         collection = self._groups.pg_collection
-        return (collection.expt_dp if expert else collection.dp_cp).size()
+        return (collection.expt_dp if is_expert else collection.dp_cp).size()
 
 
 def _megatron_optimizer_config(
@@ -229,13 +232,15 @@ def _megatron_optimizer_config(
     )
 
 
-def _detach_master_shards(part: DistributedOptimizer) -> None:
+def _detach_master_shards(optimizer: DistributedOptimizer) -> None:
     """Detach the float32 shards from the parameters whose memory they share.
 
     Megatron slices them from the parameters under autograd, so that every access to their
     `grad` warns and each step would extend the autograd graph.
     """
-    for shards, group in zip(part.shard_fp32_groups, part.optimizer.param_groups, strict=True):
+    for shards, group in zip(
+        optimizer.shard_fp32_groups, optimizer.optimizer.param_groups, strict=True
+    ):
         for number, shard in enumerate(shards):
             detached = shard.detach()
             for name in _TENSOR_PARALLEL_ATTRIBUTES:
@@ -245,8 +250,8 @@ def _detach_master_shards(part: DistributedOptimizer) -> None:
             shards[number] = group["params"][number] = detached
 
 
-def _main_grads(part: MegatronOptimizer) -> list[torch.Tensor]:
-    return [master.grad for master in part.get_parameters() if master.grad is not None]
+def _main_grads(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
+    return [master.grad for master in optimizer.get_parameters() if master.grad is not None]
 
 
 def _scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
@@ -255,59 +260,65 @@ def _scale_gradients(gradients: list[torch.Tensor], factor: float) -> None:
 
 
 def _state_shards(
-    part: MegatronOptimizer,
+    optimizer: MegatronOptimizer,
 ) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
-    inner = part.optimizer
-    _init_missing_moments(part)
-    for parameter, master in _param_master_pairs(part):
+    adam = optimizer.optimizer
+    _init_missing_moments(optimizer)
+    for parameter, master in _param_master_pairs(optimizer):
         first = 0
-        if isinstance(part, DistributedOptimizer):
-            first = part._get_model_param_range_map(parameter)["param"].start
-        values = {"param": master, **{name: inner.state[master][name] for name in MOMENTS}}
+        if isinstance(optimizer, DistributedOptimizer):
+            first = optimizer._get_model_param_range_map(parameter)["param"].start
+        values = {"param": master, **{name: adam.state[master][name] for name in MOMENTS}}
         yield parameter, first, {name: value.detach().view(-1) for name, value in values.items()}
 
 
-def _set_num_steps(part: MegatronOptimizer, steps: int) -> None:
+def _set_num_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Set the step count and leave the moments unchanged.
 
     torch's Adam keeps the count in one tensor per parameter, the fused optimizers of Transformer
     Engine and Apex keep it in the group. Megatron's own loading is not used, because with torch's
     Adam it lets all parameters share one tensor, which then advances once per parameter.
     """
-    inner = part.optimizer
-    for group in inner.param_groups:
-        if not isinstance(inner, torch.optim.AdamW):
+    adam = optimizer.optimizer
+    for group in adam.param_groups:
+        if not isinstance(adam, torch.optim.AdamW):
             group["step"] = steps
             continue
         for master in group["params"]:
             step_device = master.device if group["fused"] else "cpu"
-            inner.state[master]["step"] = torch.tensor(float(steps), device=step_device)
+            adam.state[master]["step"] = torch.tensor(float(steps), device=step_device)
 
 
-def _init_missing_moments(part: MegatronOptimizer) -> None:
+def _init_missing_moments(optimizer: MegatronOptimizer) -> None:
     """Create missing moments as 0 and a missing step count as 0."""
-    inner, fresh = part.optimizer, len(part.optimizer.state) == 0
-    for master in part.get_parameters():
+    adam, is_new = optimizer.optimizer, len(optimizer.optimizer.state) == 0
+    for master in optimizer.get_parameters():
         for name in MOMENTS:
-            if name not in inner.state[master]:
-                inner.state[master][name] = torch.zeros_like(master, requires_grad=False)
-    if fresh:
-        _set_num_steps(part, 0)
+            if name not in adam.state[master]:
+                adam.state[master][name] = torch.zeros_like(master, requires_grad=False)
+    if is_new:
+        _set_num_steps(optimizer, 0)
 
 
-def _param_master_pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _param_master_pairs(
+    optimizer: MegatronOptimizer,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (parameter, tensor that Adam updates for it) for the parameters of this rank."""
-    if isinstance(part, DistributedOptimizer):
+    if isinstance(optimizer, DistributedOptimizer):
         groups = [
-            *zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True),
-            *zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True),
+            *zip(optimizer.model_fp32_groups, optimizer.shard_fp32_groups, strict=True),
+            *zip(
+                optimizer.model_float16_groups,
+                optimizer.shard_fp32_from_float16_groups,
+                strict=True,
+            ),
         ]
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         groups = [
-            *zip(part.float16_groups, part.fp32_from_float16_groups, strict=True),
-            *((group, group) for group in part.fp32_from_fp32_groups),
+            *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
+            *((group, group) for group in optimizer.fp32_from_fp32_groups),
         ]
     else:
-        groups = [(part.get_parameters(), part.get_parameters())]
+        groups = [(optimizer.get_parameters(), optimizer.get_parameters())]
     for parameters, masters in groups:
         yield from zip(parameters, masters, strict=True)

@@ -1,19 +1,19 @@
 """Packing of the rows of a data rank into micro-batches, in which each token is computed once.
 
-A micro-batch holds the rows of one or more rollout trees in depth-first order. What a row shares
-with the row before it (`batch.tree_order`) is not repeated, so that the tokens of a micro-batch are
-those of the trees. The rest of the row is a branch: its tokens follow the path that it shares. The
-position of a token is its depth, which is also its position in every row that it belongs to.
+A micro-batch holds the rows of one or more rollout trees in depth-first order. The tokens that a
+row shares with the row before it (`batch.tree_order`) are not repeated, so that a micro-batch holds
+each token of the trees once. The rest of the row is a branch, whose tokens follow the shared path.
+The position of a token is its depth, which is also its position in every row that contains it.
 
 The input of a row is prompt + response without its last token, which has no successor to predict.
 Response token t of a row with P prompt tokens is predicted at position P + t - 1 of the row. A
 token that rows share is predicted once, at its parent; at a fork one hidden state predicts the
 first token of every branch.
 
-Losses, corrections and metrics see rows: `MicroBatch.to_rows` copies what was computed for a token
-to all of its rows, and the backward pass of the copy adds up their gradients. These are the sums of
-advantages and weights over the paths of a token that tree training needs (arXiv 2511.00413, section
-3), whatever the loss is, so that loss and gradient are those of flat rows.
+Losses, corrections and metrics are computed on rows: `MicroBatch.to_rows` copies the value of a
+token to all of its rows, and the backward pass of the copy adds up their gradients. These are the
+sums of advantages and weights over the paths of a token that tree training needs (arXiv 2511.00413,
+section 3), whatever the loss is, so that loss and gradient are those of flat rows.
 
 Padding is added only where the parallel layout requires it: at the end of each tree for context
 parallelism, which splits every tree into equal chunks (`parallel.context_parallel`), and as one
@@ -21,8 +21,8 @@ more tree at the end for sequence parallelism, which splits the rank's tokens ev
 token attends to padding, and nothing is predicted there.
 
 Shape suffixes: S packed tokens of this rank, W of all context ranks, G trees, N predicted tokens of
-this rank, K the same counted once for each of their rows, R rows of the micro-batch, T response
-positions of the batch, M response tokens of all rows of the data rank.
+this rank, K pairs of a predicted token and a row that contains it, R rows of the micro-batch, T
+response positions of the batch, M response tokens of all rows of the data rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MicroBatch:
     """Input of one forward pass, as held by one context rank."""
 
     rows: tuple[int, ...]
-    """Indices of the rows of the data rank, ascending; empty for a micro-batch of padding only."""
+    """Indices in the rows of the data rank, ascending; empty for a micro-batch of padding only."""
     token_S: torch.Tensor
     """`[S]` int64 token ids."""
     position_S: torch.Tensor
@@ -66,11 +66,11 @@ class MicroBatch:
     target_N: torch.Tensor
     """`[N]` the evaluated tokens."""
     predicted_K: torch.Tensor
-    """`[K]` index in `target_N` of the evaluated token at each place in `[R, T]`."""
+    """`[K]` index in `target_N` of the evaluated token of each pair."""
     row_K: torch.Tensor
-    """`[K]` row of each place."""
+    """`[K]` index in `rows` of the row of each pair."""
     column_K: torch.Tensor
-    """`[K]` response position of each place."""
+    """`[K]` response position of the token in that row."""
     context_rank: int = 0
     """The context rank that holds these tokens; each token is held by one rank."""
     context_size: int = 1
@@ -87,7 +87,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PackedInputs:
-    """The inputs of some rows, as trees."""
+    """The inputs of the rows of a micro-batch, packed as trees, for all context ranks."""
 
     token_W: np.ndarray
     """`[W]` int64 token ids, 0 in the padding."""
@@ -96,7 +96,7 @@ class _PackedInputs:
     start_G: tuple[int, ...]
     branches: tuple[Branch, ...]
     packed_index_R: tuple[np.ndarray, ...]
-    """Index among the W packed tokens of each token of each row's input."""
+    """For each row, the index among the W packed tokens of each token of its input."""
 
 
 def pack_rows(
@@ -123,21 +123,21 @@ def pack_rows(
     """
     sequences = rows.sequences(indices)
     inputs = _pack_inputs(rows, indices, sequences, multiple, context_size)
-    held_S = rank_token_indices(inputs.start_G, context_rank, context_size).numpy()
+    packed_index_S = rank_token_indices(inputs.start_G, context_rank, context_size).numpy()
     row_K, column_K = selected_tokens(rows, indices, select_M)
     prompt_R = rows.prompt_length_R[list(indices)]
-    # A target is named by the first row that has it and its position there.
+    # A target is identified by its owner, the first row that contains it, and its position there.
     position_K = prompt_R[row_K] + column_K
     owners = _owning_rows(
         shared_between(rows.shared_length_R, indices), [len(tokens_S) for tokens_S in sequences]
     )
     owner_K = _take_at(owners, row_K, position_K)
     local_index_W = np.full(len(inputs.token_W), -1)
-    local_index_W[held_S] = np.arange(len(held_S))
+    local_index_W[packed_index_S] = np.arange(len(packed_index_S))
     parent_K = _take_at(inputs.packed_index_R, owner_K, position_K - 1)
-    own_K = local_index_W[parent_K] >= 0
-    row_K, column_K, parent_K = row_K[own_K], column_K[own_K], parent_K[own_K]
-    owner_K, position_K = owner_K[own_K], position_K[own_K]
+    is_local_K = local_index_W[parent_K] >= 0
+    row_K, column_K, parent_K = row_K[is_local_K], column_K[is_local_K], parent_K[is_local_K]
+    owner_K, position_K = owner_K[is_local_K], position_K[is_local_K]
     width = max((len(tokens_S) for tokens_S in sequences), default=1)
     _, first_N, predicted_K = np.unique(
         owner_K * width + position_K, return_index=True, return_inverse=True
@@ -148,8 +148,8 @@ def pack_rows(
 
     return MicroBatch(
         rows=tuple(indices),
-        token_S=tensor(inputs.token_W[held_S]),
-        position_S=tensor(inputs.position_W[held_S]),
+        token_S=tensor(inputs.token_W[packed_index_S]),
+        position_S=tensor(inputs.position_W[packed_index_S]),
         start_G=inputs.start_G,
         branches=inputs.branches,
         predict_N=tensor(local_index_W[parent_K[first_N]]),
@@ -183,47 +183,50 @@ def _pack_inputs(
     """Pack the inputs of rows, whose prompts and responses are `sequences`, and pad the trees."""
     length_R = rows.input_length_R[list(indices)]
     shared_R = shared_between(rows.shared_input_length_R, indices)
-    unit = tree_length_multiple(context_size)
+    tree_multiple = tree_length_multiple(context_size)
     tokens, positions, packed_index, branches = [], [], [], []
     start_G, num_packed = [], 0
-    index = np.zeros(0, dtype=np.int64)
+    # Indices and runs of the packed tokens of the current row.
+    path_index = np.zeros(0, dtype=np.int64)
     runs: list[tuple[int, int]] = []
-    for number, (sequence, length, shared) in enumerate(
+    for number, (sequence, length, num_shared) in enumerate(
         zip(sequences, length_R.tolist(), shared_R.tolist(), strict=True)
     ):
-        if not shared:
+        if not num_shared:
             start_G.append(num_packed)
         is_last = number + 1 == len(sequences) or not shared_R[number + 1]
-        num_tree = num_packed + length - shared - start_G[-1]
-        num_padding = round_up(num_tree, unit) - num_tree if is_last else 0
-        stop = num_packed + length - shared + num_padding
-        runs = list(_first_tokens(runs, shared))
+        num_tree_tokens = num_packed + length - num_shared - start_G[-1]
+        num_padding = round_up(num_tree_tokens, tree_multiple) - num_tree_tokens if is_last else 0
+        stop = num_packed + length - num_shared + num_padding
+        runs = list(_first_tokens(runs, num_shared))
         branches.append(Branch(start=num_packed, stop=stop, path=tuple(runs)))
         runs.append((num_packed, stop))
-        tokens += [sequence[shared:length], np.zeros(num_padding, dtype=np.int64)]
-        positions.append(np.arange(shared, length + num_padding))
-        index = np.concatenate([index[:shared], np.arange(num_packed, stop - num_padding)])
-        packed_index.append(index)
+        tokens += [sequence[num_shared:length], np.zeros(num_padding, dtype=np.int64)]
+        positions.append(np.arange(num_shared, length + num_padding))
+        path_index = np.concatenate(
+            [path_index[:num_shared], np.arange(num_packed, stop - num_padding)]
+        )
+        packed_index.append(path_index)
         num_packed = stop
-    # W must suit the multiple of the trees and S = W / C the requested one.
-    step = math.lcm(unit, multiple * context_size)
-    missing = -num_packed % step if sequences else step
-    if missing:
+    # W must be a multiple of `tree_multiple`, and S = W / C of `multiple`.
+    packed_multiple = math.lcm(tree_multiple, multiple * context_size)
+    num_missing = -num_packed % packed_multiple if sequences else packed_multiple
+    if num_missing:
         start_G.append(num_packed)
-        branches.append(Branch(start=num_packed, stop=num_packed + missing, path=()))
-        tokens.append(np.zeros(missing, dtype=np.int64))
-        positions.append(np.arange(missing))
+        branches.append(Branch(start=num_packed, stop=num_packed + num_missing, path=()))
+        tokens.append(np.zeros(num_missing, dtype=np.int64))
+        positions.append(np.arange(num_missing))
     return _PackedInputs(
         token_W=np.concatenate(tokens),
         position_W=np.concatenate(positions),
-        start_G=(*start_G, num_packed + missing),
+        start_G=(*start_G, num_packed + num_missing),
         branches=tuple(branches),
         packed_index_R=tuple(packed_index),
     )
 
 
 def _first_tokens(runs: Sequence[tuple[int, int]], num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yield the part of the runs (start, stop) that holds the first tokens."""
+    """Yield the part of the runs (start, stop) that holds their first `num_tokens` tokens."""
     for start, stop in runs:
         if num_tokens > 0:
             yield start, min(stop, start + num_tokens)
@@ -231,21 +234,21 @@ def _first_tokens(runs: Sequence[tuple[int, int]], num_tokens: int) -> Iterator[
 
 
 def _owning_rows(shared_R: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Return for each position of each row the first row that has the token there.
+    """Return for each position of each row the first row that contains the token there.
 
     Args:
         shared_R: `[R]` number of leading tokens that each row shares with the one before it.
         lengths: Number of tokens of each row.
     """
     owners = [np.zeros(0, dtype=np.int64)]
-    for row, (shared, length) in enumerate(zip(shared_R.tolist(), lengths, strict=True)):
-        owners.append(np.concatenate([owners[-1][:shared], np.full(length - shared, row)]))
+    for row, (num_shared, length) in enumerate(zip(shared_R.tolist(), lengths, strict=True)):
+        owners.append(np.concatenate([owners[-1][:num_shared], np.full(length - num_shared, row)]))
     return owners[1:]
 
 
 def _take_at(arrays: Sequence[np.ndarray], row_K: np.ndarray, position_K: np.ndarray) -> np.ndarray:
-    """Return `[K]` the element at a position of the array of each row."""
+    """Return `[K]`, from the array of each row the element at a position."""
     start_R = np.array([0, *accumulate(map(len, arrays))], dtype=np.int64)
     values = np.concatenate([*arrays, np.zeros(0, dtype=np.int64)])
-    found_K: np.ndarray = values[start_R[row_K] + position_K]
-    return found_K
+    value_K: np.ndarray = values[start_R[row_K] + position_K]
+    return value_K

@@ -42,19 +42,20 @@ micro-batch would slow it down by a quarter."""
 class TrackedP2PCommunicator(P2PCommunicator):
     """Megatron's communicator between pipeline stages, which reports the ranks it waits for."""
 
-    def _communicate(self, **how: Any) -> Any:
+    def _communicate(self, **kwargs: Any) -> Any:
+        # Whether this rank receives from and sends to each neighbour.
         directions = {
-            f"rank {self.prev_rank}": (how["recv_prev"], how["tensor_send_prev"] is not None),
-            f"rank {self.next_rank}": (how["recv_next"], how["tensor_send_next"] is not None),
+            f"rank {self.prev_rank}": (kwargs["recv_prev"], kwargs["tensor_send_prev"] is not None),
+            f"rank {self.next_rank}": (kwargs["recv_next"], kwargs["tensor_send_next"] is not None),
         }
-        peers = [peer for peer, used in directions.items() if any(used)]
+        peers = [peer for peer, transfers in directions.items() if any(transfers)]
         receives = any(receive for receive, _ in directions.values())
         sends = any(send for _, send in directions.values())
         verb = "/".join(["send"] * sends + ["receive"] * receives)
         with track_activity(
             f"micro-batch {verb}", " and ".join(peers), overdue_after_s=WAIT_OVERDUE_S
         ):
-            return super()._communicate(**how)
+            return super()._communicate(**kwargs)
 
 
 class PipelineSchedule:
@@ -70,7 +71,7 @@ class PipelineSchedule:
             _finalize_grads, peers=groups.describe_peers("data", "tensor", "pipeline")
         )
         no_syncs = [chunk.no_sync for chunk in self._chunks]
-        # Megatron's schedules read these from the config of any chunk.
+        # Megatron's schedules read these options from the config of any chunk.
         for chunk in self._chunks:
             config = chunk.module.config
             config.no_sync_func = no_syncs if len(no_syncs) > 1 else no_syncs[0]
@@ -105,20 +106,22 @@ class PipelineSchedule:
         return self._run_schedule(micros, partial(_forward_only_func, head=head), forward_only=True)
 
     def _run_schedule(
-        self, micros: Sequence[MicroBatch], finish: Any, *, forward_only: bool = False
+        self, micros: Sequence[MicroBatch], output_func: Any, *, forward_only: bool = False
     ) -> list[Any]:
-        pipeline = self._groups.coordinates.model_parallel_rank.pipeline_size
-        virtual = len(self._chunks)
+        pipeline_size = self._groups.coordinates.model_parallel_rank.pipeline_size
+        virtual_size = len(self._chunks)
 
         def forward_step(
             iterator: Iterator[MicroBatch], model: DistributedDataParallel
         ) -> tuple[torch.Tensor, Any]:
             micro = next(iterator)
             self._trim_host_memory(len(micro.token_S))
-            return model.module.forward_packed(micro), partial(finish, model.module, micro)
+            return model.module.forward_packed(micro), partial(output_func, model.module, micro)
 
-        extra = {"p2p_communicator": self._communicator} if pipeline > 1 else {}
-        run = get_forward_backward_func(pp_size=pipeline, vp_size=virtual if virtual > 1 else None)
+        communicator = {"p2p_communicator": self._communicator} if pipeline_size > 1 else {}
+        run = get_forward_backward_func(
+            pp_size=pipeline_size, vp_size=virtual_size if virtual_size > 1 else None
+        )
         # The name has no micro-batch count, so that equal operations are tracked as one.
         with track_activity("passes of micro-batches", self._peer_description):
             return run(
@@ -132,7 +135,7 @@ class PipelineSchedule:
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
                 pg_collection=self._groups.pg_collection,
-                **extra,
+                **communicator,
             )
 
     def _trim_host_memory(self, num_tokens: int) -> None:
@@ -142,10 +145,12 @@ class PipelineSchedule:
             self._tokens_until_trim = _TRIM_EVERY_TOKENS
 
 
-def _finalize_grads(model: list[Any], num_tokens: torch.Tensor, *, peers: str, **rest: Any) -> None:
-    # No num_tokens for Megatron: the loss is already divided by the global count.
+def _finalize_grads(
+    model: list[Any], num_tokens: torch.Tensor, *, peers: str, **options: Any
+) -> None:
+    # Megatron gets no num_tokens, because the loss is already divided by the global count.
     with track_activity("gradient reduction", peers):
-        finalize_model_grads(model, None, **rest)
+        finalize_model_grads(model, None, **options)
 
 
 def _loss_func(
@@ -157,6 +162,7 @@ def _loss_func(
     objective: Objective,
 ) -> tuple[torch.Tensor, torch.Tensor, MicroBatchStats]:
     loss, stats = objective(micro, *head(model, micro, hidden_S1D))
+    # The second value, Megatron's number of tokens, is not used: see `_finalize_grads`.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), stats
 
 
