@@ -1,4 +1,4 @@
-"""Checkpoint folders: atomic creation, manifest, integrity check, newest, pruning.
+"""Checkpoint folders: atomic creation, manifest, integrity check, search for the newest, pruning.
 
     run/step_000120.partial-1f0c/   being written; never read
     run/step_000120/                written, verified, renamed
@@ -60,7 +60,7 @@ class CheckpointManifest:
     num_ranks: int
     """Ranks that wrote the checkpoint; other numbers and layouts can load it."""
     layout: dict[str, Any]
-    """`ParallelConfig` of the ranks that wrote it."""
+    """`ParallelConfig` of the ranks that wrote the checkpoint."""
     dtype: str
     """Training dtype, as in `bfloat16`."""
     shape: dict[str, Any]
@@ -68,7 +68,7 @@ class CheckpointManifest:
     files: dict[str, FileRecord]
     """Every file of the checkpoint except the manifest, by name."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Values of the caller."""
+    """JSON values of the caller of `save_checkpoint`."""
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
@@ -81,20 +81,20 @@ class CheckpointManifest:
         if not path.is_file():
             raise ValueError(
                 f"checkpoint {folder}: expected {MANIFEST_FILE} in it, found none; probable cause: "
-                "the save was cut short, or another kind of folder"
+                "an interrupted save, or another kind of folder"
             )
         values = read_json(path, "checkpoint", "the manifest of a finished checkpoint")
-        kind = values.pop("format", None)
-        if kind != MANIFEST_FORMAT:
+        got_format = values.pop("format", None)
+        if got_format != MANIFEST_FORMAT:
             raise ValueError(
-                f"checkpoint {folder}: got format {kind!r}, expected {MANIFEST_FORMAT!r}"
+                f"checkpoint {folder}: got format {got_format!r}, expected {MANIFEST_FORMAT!r}"
             )
         try:
             files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
             return cls(files=files, **values)
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{path}: {error}; probable cause: it is damaged, or of another version"
+                f"{path}: {error}; probable cause: a damaged manifest, or one of another version"
             ) from None
 
     def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
@@ -132,12 +132,12 @@ def create_partial_folder(folder: Path, token: str) -> Path:
     if (folder / MANIFEST_FILE).is_file():
         raise ValueError(
             f"save to {folder}: there is a finished checkpoint; expected a free name; probable "
-            "cause: a run that was resumed from an older one"
+            "cause: a run that was resumed from an older checkpoint"
         )
-    foreign = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-    if foreign and not (folder / "metadata.json").is_file():
+    is_occupied = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    if is_occupied and not (folder / "metadata.json").is_file():
         raise ValueError(
-            f"save to {folder}: expected a free name or a save cut short; got something else"
+            f"save to {folder}: expected a free name or an interrupted save; got other files"
         )
     for leftover in folder.parent.glob(f"{folder.name}{_PARTIAL_SUFFIX}*"):
         shutil.rmtree(leftover)

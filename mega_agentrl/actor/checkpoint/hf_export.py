@@ -66,19 +66,19 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
     if dist.get_rank() == 0:
         begin_export(target, model.hf_source_folder)
     dist.barrier()
-    stage = model.groups.pg_collection.tp_dp_cp
-    # NCCL creates the communicator in the first operation, which all ranks must take part in; the
-    # rounds are only for those with blocks.
-    dist.barrier(group=stage)
-    blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage))
+    stage_group = model.groups.pg_collection.tp_dp_cp
+    # NCCL creates the communicator in the first operation, which needs all ranks of the stage. Only
+    # ranks with blocks take part in the rounds.
+    dist.barrier(group=stage_group)
+    blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage_group))
     for file in plan:
         if file.stage != model.groups.coordinates.model_parallel_rank.pipeline_rank:
             continue
         tensors = {
-            name: _gather_tensor(name, shapes[name], blocks_by_rank, stage, parameters)
+            name: _gather_tensor(name, shapes[name], blocks_by_rank, stage_group, parameters)
             for name in file.tensors
         }
-        if stage.rank() == 0:
+        if stage_group.rank() == 0:
             _write_safetensors(partial_export_folder(target) / file.name, tensors)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -114,9 +114,9 @@ def convert_checkpoint_to_hf(
     damage = find_damage(checkpoint, manifest, manifest.files, contents=True)
     if damage:
         raise ValueError(f"checkpoint {checkpoint}: {damage}; probable cause: a damaged copy")
-    trained = getattr(torch, manifest.dtype)
-    dtype = dtype or trained
-    kind = MASTER if has_master_weights(trained) and dtype == torch.float32 else WEIGHT
+    train_dtype = getattr(torch, manifest.dtype)
+    dtype = dtype or train_dtype
+    kind = MASTER if has_master_weights(train_dtype) and dtype == torch.float32 else WEIGHT
     shapes = hf_shapes(shape)
     plan = plan_files(
         [list(shapes)], shapes, element_bytes=dtype.itemsize, max_file_bytes=max_file_bytes
@@ -135,12 +135,12 @@ def convert_checkpoint_to_hf(
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a weight file with the same permissions as the config.json beside it."""
     save_file(tensors, path, metadata={"format": "pt"})
-    # safetensors makes it readable by the owner only.
+    # safetensors makes the file readable by its owner only.
     shutil.copymode(path.with_name("config.json"), path)
 
 
 def _hf_names_by_stage(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]]:
-    """List the tensors that each stage writes; the first of several holders writes a tensor."""
+    """List the tensors that each stage writes: those that no earlier stage has."""
     stages: list[list[str]] = []
     assigned: set[str] = set()
     for pipeline_rank in range(parallel.pipeline):
@@ -161,16 +161,16 @@ def _blocks_by_rank(
 ) -> dict[int, dict[str, list[ParameterBlock]]]:
     """Map each rank of a stage to the blocks that it sends, by Hugging Face name."""
     assigned = set()
-    by_rank: dict[int, dict[str, list[ParameterBlock]]] = {}
+    blocks_of_rank: dict[int, dict[str, list[ParameterBlock]]] = {}
     for rank in ranks:
-        blocks = by_rank.setdefault(rank, {})
+        blocks_by_name = blocks_of_rank.setdefault(rank, {})
         mp_rank = RankCoordinates.from_rank(rank, parallel).model_parallel_rank
         for shard in megatron_layout(shape, mp_rank, fused=device.has_transformer_engine()):
             for block in shard.blocks:
                 if (block.hf_name, block.hf_rect) not in assigned:
                     assigned.add((block.hf_name, block.hf_rect))
-                    blocks.setdefault(block.hf_name, []).append((shard.name, block))
-    return by_rank
+                    blocks_by_name.setdefault(block.hf_name, []).append((shard.name, block))
+    return blocks_of_rank
 
 
 def plan_rounds(
@@ -179,24 +179,24 @@ def plan_rounds(
     element_bytes: int,
     max_bytes: int = MAX_ROUND_BYTES,
 ) -> list[dict[int, ParameterBlock]]:
-    """Divide the blocks of a tensor into rounds, each with at most one block of a rank.
+    """Divide the blocks of a tensor into rounds, each with at most one block from every rank.
 
     A round has at most `max_bytes`, or a single block. Two blocks of a rank in one round could be
     received as each other.
     """
     rounds: list[dict[int, ParameterBlock]] = []
     num_blocks = max((len(blocks) for blocks in blocks_by_rank.values()), default=0)
-    for number in range(num_blocks):
-        room = -1
+    for index in range(num_blocks):
+        free_bytes = -1
         for rank, blocks in blocks_by_rank.items():
-            if number >= len(blocks):
+            if index >= len(blocks):
                 continue
-            num_bytes = blocks[number][1].hf_rect.numel * element_bytes
-            if num_bytes > room:
+            num_bytes = blocks[index][1].hf_rect.numel * element_bytes
+            if num_bytes > free_bytes:
                 rounds.append({})
-                room = max(max_bytes, num_bytes)
-            rounds[-1][rank] = blocks[number]
-            room -= num_bytes
+                free_bytes = max(max_bytes, num_bytes)
+            rounds[-1][rank] = blocks[index]
+            free_bytes -= num_bytes
     return rounds
 
 
@@ -208,15 +208,15 @@ def _gather_tensor(
     parameters: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
     """Return the full tensor on the first rank of the stage, on others an empty tensor."""
-    own_rank, writer = dist.get_rank(), next(iter(blocks_by_rank))
-    sample = next(iter(parameters.values()))
-    full = torch.empty(full_shape if own_rank == writer else 0, dtype=sample.dtype)
+    own_rank, writer_rank = dist.get_rank(), next(iter(blocks_by_rank))
+    any_parameter = next(iter(parameters.values()))
+    full = torch.empty(full_shape if own_rank == writer_rank else 0, dtype=any_parameter.dtype)
     rounds = plan_rounds(
         {rank: by_name.get(name, ()) for rank, by_name in blocks_by_rank.items()},
-        element_bytes=sample.element_size(),
+        element_bytes=any_parameter.element_size(),
     )
     for blocks in rounds:
-        values = _exchange_round(blocks, writer, group, parameters)
+        values = _exchange_round(blocks, writer_rank, group, parameters)
         for rank, value in values.items():
             full[blocks[rank][1].hf_rect.slices] = value.cpu()
     return full
@@ -224,27 +224,27 @@ def _gather_tensor(
 
 def _exchange_round(
     blocks: Mapping[int, ParameterBlock],
-    writer: int,
+    writer_rank: int,
     group: dist.ProcessGroup,
     parameters: Mapping[str, torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Send this rank's block to the writer; return the values of all blocks there, else none."""
+    """Send this rank's block to the writer; return the values of all blocks by rank, there only."""
     own_rank, values = dist.get_rank(), {}
     if own_rank in blocks:
         parameter, block = blocks[own_rank]
         local = parameters[parameter].detach()[block.local_rect.slices]
         values[own_rank] = local.contiguous()
-    if own_rank == writer:
-        sample = next(iter(parameters.values()))
+    if own_rank == writer_rank:
+        any_parameter = next(iter(parameters.values()))
         received = {
-            rank: sample.new_empty(block.hf_rect.shape)
+            rank: any_parameter.new_empty(block.hf_rect.shape)
             for rank, (_, block) in blocks.items()
-            if rank != writer
+            if rank != writer_rank
         }
         values |= received
         transfers = [dist.P2POp(dist.irecv, value, rank, group) for rank, value in received.items()]
     else:
-        transfers = [dist.P2POp(dist.isend, value, writer, group) for value in values.values()]
+        transfers = [dist.P2POp(dist.isend, value, writer_rank, group) for value in values.values()]
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
-    return values if own_rank == writer else {}
+    return values if own_rank == writer_rank else {}

@@ -11,8 +11,8 @@ which would hang if a rank dies. Keys, under a prefix of the save:
     left/R    rank R has read `finished`; rank 0 waits for it, because the store ends with rank 0
 
 A rank whose counter has not changed for `heartbeat_timeout_s` is considered dead: rank 0 watches
-all ranks, the others watch rank 0. If the store cannot be reached, rank 0 is dead. Every wait ends
-if a rank has failed or is dead.
+all ranks, the others watch rank 0. If the store cannot be reached, rank 0 is considered dead. Every
+wait ends if a rank has failed or is dead.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _CLOSE_TIMEOUT_S = 5.0
 class SaveBarrier:
     """One rank's side of one save; sends heartbeats from its creation until `close`.
 
-    `store` must be under the save's own prefix and not used by blocking calls of others. `clock`
-    returns seconds and measures how long a rank has been silent. Every waiting method raises
-    `RuntimeError` with the failed rank in its message once a rank has failed or died.
+    `store` must have a prefix of its own for the save, and a connection that no blocking call of
+    others holds up. `clock` returns seconds and measures how long a rank has been silent. Every
+    waiting method raises `RuntimeError` with the failed rank in its message once a rank has failed
+    or died.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class SaveBarrier:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._watched_ranks = [r for r in range(num_ranks) if r != rank] if rank == 0 else [0]
-        # Every round counts: after a pause of this rank, the counters are read before the check.
+        # Long rounds count: after a pause of this rank the counters are read before the check.
         self._liveness = LivenessTracker[int](max_round_s=math.inf, clock=clock)
         self._last_beats: dict[int, bytes] = {}
         self._silent_ranks: list[int] = []
@@ -99,7 +100,7 @@ class SaveBarrier:
             self._wait_for_key(f"done/{rank}")
 
     def finish(self) -> None:
-        """Report that the checkpoint is committed and wait until all live ranks know (rank 0)."""
+        """Report that the checkpoint is committed; wait until all live ranks know (rank 0 only)."""
         self._is_committed = True
         self._call_store(lambda: self._store.set("finished", "1"))
         for rank in self._watched_ranks:
@@ -155,19 +156,19 @@ class SaveBarrier:
             raise RuntimeError(self._error) from error
 
     def _watch_loop(self) -> None:
-        number = 0
-        while not self._stop_event.wait(self._heartbeat_interval_s if number else 0.0):
-            number += 1
+        num_beats = 0
+        while not self._stop_event.wait(self._heartbeat_interval_s if num_beats else 0.0):
+            num_beats += 1
             try:
-                self._store.set(f"beat/{self._rank}", str(number))
+                self._store.set(f"beat/{self._rank}", str(num_beats))
                 self._silent_ranks = self._find_silent_ranks()
-                failed = self._store.get("failed") if self._has_key("failed") else b""
+                failure = self._store.get("failed") if self._has_key("failed") else b""
             except dist.DistError:
                 if not self._stop_event.is_set() and self._error is None:
                     self._error = self._rank0_lost_message()
                 return
-            if failed and self._error is None:
-                self._error = failed.decode()
+            if failure and self._error is None:
+                self._error = failure.decode()
             if self._silent_ranks and self._error is None and not self._is_committed:
                 self.fail(
                     f"rank {self._silent_ranks[0]} has sent no heartbeat for "
@@ -181,7 +182,8 @@ class SaveBarrier:
         for rank in self._watched_ranks:
             key = f"beat/{rank}"
             beat = self._store.get(key) if self._has_key(key) else b""
-            if beat != self._last_beats.get(rank):  # the first look starts the watch
+            # True at the first read, too, from which on silence is measured.
+            if beat != self._last_beats.get(rank):
                 self._last_beats[rank] = beat
                 self._liveness.record_heartbeat(rank)
         return [

@@ -96,7 +96,7 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     state = sharded_state.sharded_state_to_load(
         model, masters=masters, num_ranks=manifest.num_ranks
     )
-    # Sizes and coverage were checked when the checkpoint was written, the shape above.
+    # Not validated again: sizes and coverage were checked by the save, the shape above.
     with track_activity("reading of the checkpoint", model.groups.describe_peers("all")):
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     sharded_state.restore_rng_state(loaded[sharded_state.RNG])
@@ -151,17 +151,20 @@ class _SaveJob:
         self._manifest = manifest
         self._num_to_keep = keep
         self._rank = dist.get_rank()
-        what = f"saving checkpoint {folder}"
-        self._barrier = SaveBarrier(_connect_store(), self._rank, manifest.num_ranks, what)
+        description = f"saving checkpoint {folder}"
+        self._barrier = SaveBarrier(_connect_store(), self._rank, manifest.num_ranks, description)
         self._future: Future[Path] = Future()
         threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
 
     def result(self, timeout_s: float) -> Path:
-        ends_at = monotonic() + timeout_s
+        """Wait for the save and return the checkpoint's folder; errors as in `save_checkpoint`."""
+        deadline = monotonic() + timeout_s
         while not self._future.done() and self._barrier.error is None:
-            if monotonic() > ends_at:
-                missing = self._barrier.missing_ranks()
-                message = f"not finished after {timeout_s:g} s; ranks that are not done: {missing}"
+            if monotonic() > deadline:
+                missing_ranks = self._barrier.missing_ranks()
+                message = (
+                    f"not finished after {timeout_s:g} s; ranks that are not done: {missing_ranks}"
+                )
                 self._barrier.fail(message)
                 raise TimeoutError(self._barrier.error)
             try:
@@ -205,7 +208,7 @@ class _SaveJob:
             self._barrier.wait_all_done()
             self._commit(partial)
         except BaseException:
-            # Otherwise a full disk would stay full.
+            # Frees the space: the disk may be full.
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._barrier.finish()

@@ -5,9 +5,9 @@
     exp_avg.NAME, exp_avg_sq.NAME   Adam's moments, float32
     rng                          torch's random state, one per rank
 
-NAME and the global shape are those of the Hugging Face tensor; the global offset is the
-position of a rank's part in it (`iter_hf_views`). Hence any parallel layout can load what any other
-has written, with and without the distributed optimizer. Vocabulary padding is not stored.
+NAME and the global shape are those of the Hugging Face tensor; the global offset is the position of
+a rank's part in it (`iter_hf_views`). Hence any parallel layout can load the checkpoint of any
+other, with and without the distributed optimizer. Vocabulary padding is not stored.
 
 One replica writes a parameter, chosen round-robin by the number of the parameter, so that replicas
 share the work. All ranks read.
@@ -54,7 +54,7 @@ def has_master_weights(dtype: torch.dtype) -> bool:
 
 
 def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
-    """Return views of the state that this rank writes; the model must not change meanwhile."""
+    """Return views of the state that this rank writes; they must be written before it changes."""
     state: dict[str, Any] = {}
     shapes = hf_shapes(model.shape)
     for kind, number, shard, first, values in _iter_flat_ranges(model):
@@ -65,8 +65,8 @@ def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
             state[str(len(state))] = _make_sharded_tensor(
                 kind, hf_name, shapes[hf_name], rect.start, view
             )
-    ranks = torch.distributed.get_world_size()
-    state[RNG] = ShardedObject(RNG, _rng_state(), (ranks,), (torch.distributed.get_rank(),))
+    num_ranks = torch.distributed.get_world_size()
+    state[RNG] = ShardedObject(RNG, _rng_state(), (num_ranks,), (torch.distributed.get_rank(),))
     return state
 
 
@@ -85,12 +85,12 @@ def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int
     for kind, _, shard, first, values in _iter_flat_ranges(model):
         if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
             values.zero_()
-        source = kind
+        stored_kind = kind
         if kind in (WEIGHT, MASTER):
-            source = MASTER if masters and values.dtype == torch.float32 else WEIGHT
+            stored_kind = MASTER if masters and values.dtype == torch.float32 else WEIGHT
         for hf_name, rect, view in iter_hf_views(shard, values, first):
             state[str(len(state))] = _make_sharded_tensor(
-                source, hf_name, shapes[hf_name], rect.start, view
+                stored_kind, hf_name, shapes[hf_name], rect.start, view
             )
     rank = torch.distributed.get_rank() % num_ranks
     state[RNG] = ShardedObject(RNG, None, (num_ranks,), (rank,))
@@ -101,7 +101,9 @@ def stored_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the model's checkpoints, by key."""
     kinds = [WEIGHT, *MOMENTS, *([MASTER] if has_master_weights(model.dtype) else [])]
     shapes = hf_shapes(model.shape)
-    return {state_key(kind, name): full for kind in kinds for name, full in shapes.items()}
+    return {
+        state_key(kind, name): full_shape for kind in kinds for name, full_shape in shapes.items()
+    }
 
 
 def restore_rng_state(loaded: dict[str, torch.Tensor]) -> None:
@@ -145,14 +147,14 @@ def iter_hf_views(
     """
     offset = 0
     for rect in rects_of_flat_range(shard.shape, start, start + values.numel()):
-        local = values[offset : offset + rect.numel].view(rect.shape)
+        rect_values = values[offset : offset + rect.numel].view(rect.shape)
         offset += rect.numel
         for block in shard.blocks:
-            common = rect.intersect(block.local_rect)
-            if common is not None:
-                inside = common.translate(rect.start, (0,) * len(rect.start))
-                hf_rect = common.translate(block.local_rect.start, block.hf_rect.start)
-                yield block.hf_name, hf_rect, local[inside.slices]
+            overlap = rect.intersect(block.local_rect)
+            if overlap is not None:
+                overlap_in_rect = overlap.translate(rect.start, (0,) * len(rect.start))
+                hf_rect = overlap.translate(block.local_rect.start, block.hf_rect.start)
+                yield block.hf_name, hf_rect, rect_values[overlap_in_rect.slices]
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -166,7 +168,7 @@ def _iter_flat_ranges(
     model: MegatronModel,
 ) -> Iterator[tuple[str, int, ShardLayout, int, torch.Tensor]]:
     """Yield (kind, parameter number, layout, first element, flat values) of this rank."""
-    # First, because it raises an error if a part of the state is in host memory.
+    # Before the weights, because this raises an error if a part of the state is in host memory.
     shards = list(model.optimizer.state_shards()) if model.is_trainable else []
     numbers = {}
     for number, shard in enumerate(model.shard_layouts):
@@ -196,17 +198,17 @@ def _is_writing_replica(
     if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
         b.hf_name == HF_EMBEDDING for b in shard.blocks
     ):
-        return False  # the second copy of a tied embedding
-    collection, expert = model.groups.pg_collection, is_expert_param(shard.name)
-    replicas: list[dist.ProcessGroup] = []
+        return False  # a second copy of the tied embedding
+    collection, is_expert = model.groups.pg_collection, is_expert_param(shard.name)
+    replica_groups: list[dist.ProcessGroup] = []
     if not is_sharded:
-        replicas.append(collection.expt_dp if expert else collection.dp_cp)
-    if not expert and is_tensor_replicated(model.shape, shard.name):
-        replicas.append(collection.tp)
-    index, size = 0, 1
-    for group in replicas:
-        index, size = index * group.size() + group.rank(), size * group.size()
-    return number % size == index
+        replica_groups.append(collection.expt_dp if is_expert else collection.dp_cp)
+    if not is_expert and is_tensor_replicated(model.shape, shard.name):
+        replica_groups.append(collection.tp)
+    replica, num_replicas = 0, 1
+    for group in replica_groups:
+        replica, num_replicas = replica * group.size() + group.rank(), num_replicas * group.size()
+    return number % num_replicas == replica
 
 
 def _make_sharded_tensor(

@@ -1,10 +1,10 @@
 """Writer of sharded tensors in Megatron's `torch_dist` format, without child processes.
 
 Megatron's save strategy forks writers from a threaded process, receives their results through a
-manager process, and hangs if one of them is killed. Here each rank writes its own file, in any
-thread, and a report; rank 0 builds the global metadata from the reports of all ranks. Plans, items
-and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the result. The
-ranks are synchronised by `checkpoint.save_barrier`, without collectives.
+manager process, and hangs if one of them is killed. Here each rank, in any thread, writes its own
+file and a report with its plan; rank 0 builds the global metadata from the reports of all ranks.
+Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the
+result. The ranks are synchronised by `checkpoint.save_barrier`, without collectives.
 
 The private names that are imported from Megatron and torch are those of the pinned version,
 megatron-core 0.16.1.
@@ -46,13 +46,23 @@ _METADATA_FILE, _CONFIG_FILE = ".metadata", "metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class _WriteReport:
+    """Plan, results and files of one rank, from which the global metadata is built."""
+
     plan: SavePlan
     results: list[WriteResult]
     files: dict[str, FileRecord]
 
 
 def write_rank_file(state: dict[str, Any], folder: Path, rank: int) -> None:
-    """Write this rank's file, flushed and read back for its digest, and its report."""
+    """Write this rank's file and its report for `finalize_checkpoint`.
+
+    The file is flushed to disk and read back for its digest.
+
+    Args:
+        state: Sharded tensors and objects that this rank writes, under any keys.
+        folder: Folder of the checkpoint.
+        rank: Global rank.
+    """
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(state, True)
     planner, writer = _make_planner(mcore_to_pyt_state_dict(by_key)), _make_writer(folder)
     writer.set_up_storage_writer(rank == 0)
@@ -104,12 +114,12 @@ def _check_coverage(
         for name, stored in metadata.state_dict_metadata.items()
         if isinstance(stored, TensorStorageMetadata)
     }
-    wrong = {
+    mismatches = {
         name: (sizes.get(name, 0), prod(expected.get(name, (0,))))
         for name in sizes.keys() | expected.keys()
         if sizes.get(name, 0) != prod(expected.get(name, (0,)))
     }
-    assert not wrong, f"{folder}: elements written and expected: {wrong}"
+    assert not mismatches, f"{folder}: elements written and expected: {mismatches}"
 
 
 def _check_byte_ranges(folder: Path, files: dict[str, FileRecord]) -> None:

@@ -117,7 +117,7 @@ def test_an_existing_folder_is_not_replaced(tmp_path):
         create_partial_folder(tmp_path / "a", "x")
     (tmp_path / "b").mkdir()
     (tmp_path / "b/thesis.txt").write_text("dear")
-    with pytest.raises(ValueError, match="got something else"):
+    with pytest.raises(ValueError, match="got other files"):
         create_partial_folder(tmp_path / "b", "x")
     with pytest.raises(ValueError, match="found none"):
         CheckpointManifest.read(tmp_path / "b")
