@@ -46,6 +46,7 @@ from mega_agentrl.actor.model.attention_plan import (
     make_varlen_plan,
 )
 from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
+from mega_agentrl.config.checks.parallel import TRITON_HEAD_DIMS
 from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.config.errors import ConfigError
 
@@ -57,9 +58,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from mega_agentrl.actor.training.packing import MicroBatch
-
-TRITON_HEAD_DIMS = (64, 128)
-"""Head sizes that the kernels of `tree_attention` are tested with."""
 
 
 @dataclass
@@ -249,7 +247,10 @@ def supports_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim
 def check_tree_attention(
     choice: TreeAttention, device: torch.device, dtype: torch.dtype, head_dim: int
 ) -> None:
-    """Raise a `ConfigError` unless a model can be computed with the kernel of this choice."""
+    """Raise a `ConfigError` unless a model can be computed on this device with the chosen kernel.
+
+    For the policy, `config.checks.parallel.check_tree_attention` has checked what needs no GPU.
+    """
     if choice is TreeAttention.gather:
         return
     expected = cause = ""

@@ -25,6 +25,7 @@ from mega_agentrl.config.checks.inputs import (
 from mega_agentrl.config.checks.parallel import (
     check_colocation,
     check_parallel_sizes,
+    check_tree_attention,
     has_experts,
     read_model_config,
     read_model_size,
@@ -53,6 +54,7 @@ def check_config(config: TrainConfig) -> None:
     model = read_model_config(Path(config.model.path))
     _check_reference(config, model)
     check_parallel_sizes(config, model)
+    check_tree_attention(config, model)
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
     check_groups(config)
     check_branching(config)

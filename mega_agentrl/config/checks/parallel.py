@@ -13,6 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.enums import Dtype, TreeAttention
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json
 
@@ -25,6 +26,9 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
+TRITON_HEAD_DIMS = (64, 128)
+"""Widths of a head that the kernels of `model.tree_attention=triton` are tested with."""
+_QWEN3_HEAD_DIM = 128  # of a config.json without head_dim
 _OTHER_MODEL = "a size chosen for another model"
 
 
@@ -115,6 +119,38 @@ def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
             "only the tensor ranks were removed",
         )
     _check_expert_parallel(config, model)
+
+
+def check_tree_attention(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Raise a `ConfigError` if `model.tree_attention=triton` cannot compute the model.
+
+    Whether the GPUs are new enough is checked on them, when the policy starts.
+    """
+    if config.model.tree_attention is TreeAttention.gather:
+        return
+    head_dim = _head_dim(config, model)
+    expected = ""
+    if head_dim not in TRITON_HEAD_DIMS:
+        sizes = " or ".join(map(str, TRITON_HEAD_DIMS))
+        expected = f"gather for a model with heads of {head_dim}, triton for heads of {sizes}"
+    elif config.model.dtype is Dtype.float32:
+        expected = "gather with model.dtype=float32, triton with bfloat16"
+    if expected:
+        raise ConfigError(
+            "model.tree_attention",
+            str(config.model.tree_attention),
+            expected,
+            "a setting chosen for another model or dtype",
+        )
+
+
+def _head_dim(config: TrainConfig, model: dict[str, Any]) -> int:
+    if model.get("head_dim") is not None:
+        return read_model_size(config, model, "head_dim")
+    if any(name.startswith("Qwen3") for name in model["architectures"]):
+        return _QWEN3_HEAD_DIM
+    heads = read_model_size(config, model, "num_attention_heads")
+    return read_model_size(config, model, "hidden_size") // heads
 
 
 def _check_expert_parallel(config: TrainConfig, model: dict[str, Any]) -> None:

@@ -2,9 +2,14 @@
 
 import pytest
 
-from mega_agentrl.config.checks.parallel import check_colocation, min_ranks_per_node
+from mega_agentrl.config.checks.parallel import (
+    check_colocation,
+    check_tree_attention,
+    min_ranks_per_node,
+)
+from mega_agentrl.config.enums import Dtype, TreeAttention
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from tests.config.refusals import refused_setting
 
@@ -49,3 +54,26 @@ def test_tensor_groups_and_engines_do_not_span_machines():
     assert min_ranks_per_node(configured(4, 2, tensor=8)) == 8
     assert min_ranks_per_node(configured(3, 2, tensor=3, data=2)) == 6
     assert min_ranks_per_node(configured(1, 8, colocated=False, tensor=2, data=4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "is_refused"),
+    [
+        ({"head_dim": 128}, Dtype.auto, False),
+        ({"head_dim": 80}, Dtype.auto, True),
+        ({"head_dim": 128}, Dtype.float32, True),
+        ({"hidden_size": 3584, "num_attention_heads": 28}, Dtype.bfloat16, False),
+        ({"hidden_size": 2560, "num_attention_heads": 32}, Dtype.bfloat16, True),
+    ],
+    ids=["128", "80", "float32", "from the width", "80 from the width"],
+)
+def test_triton_tree_attention_needs_heads_that_it_computes(model, dtype, is_refused):
+    config = TrainConfig(model=ModelConfig(tree_attention=TreeAttention.triton, dtype=dtype))
+    model = {"architectures": ["Qwen2ForCausalLM"], **model}
+    if is_refused:
+        got = refused_setting(check_tree_attention, config, model)
+        assert got == ("model.tree_attention", "triton")
+    else:
+        check_tree_attention(config, model)
+    config.model.tree_attention = TreeAttention.gather
+    check_tree_attention(config, model)
