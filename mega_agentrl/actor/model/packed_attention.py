@@ -377,7 +377,9 @@ def _gather_again_in_backward(
         part_KHD = part_WHD if index_K is None else part_WHD.index_select(0, index_K)
         if num_heads != part_KHD.size(1):
             part_KHD = part_KHD.repeat_interleave(num_heads // part_KHD.size(1), dim=1)
-        if enabled:
+        # Without gradients there is nothing to save: that is the backward pass, gathering again,
+        # where a new entry would hold the keys or values until Python's next garbage collection.
+        if enabled and torch.is_grad_enabled():
             regather = partial(gather_without_grad, part_WHD.detach(), index_K, num_heads)
             regather_by_storage[part_KHD.untyped_storage().data_ptr()] = regather
         return part_KHD

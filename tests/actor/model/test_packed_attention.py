@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -129,6 +131,20 @@ def test_keys_gathered_along_paths_are_not_kept(is_varlen, monkeypatch):
         packed_attention(*leaves, tree_params((0, 50), branches))
     one = 50 * 2 * 8 * 4
     assert sum(kept.values()) < 12 * one
+
+
+def test_keys_and_values_are_released_with_the_backward_pass():
+    branches = (Branch(start=0, stop=40, path=()), Branch(start=40, stop=50, path=((0, 8),)))
+    gc.disable()
+    try:
+        leaves = [torch.randn(50, 1, 2, 8, requires_grad=True) for _ in range(3)]
+        query, key, value = (2 * leaf for leaf in leaves)
+        storages = [weakref.ref(tensor.untyped_storage()) for tensor in (key, value)]
+        packed_attention(query, key, value, tree_params((0, 50), branches)).sum().backward()
+        del query, key, value
+        assert all(storage() is None for storage in storages)
+    finally:
+        gc.enable()
 
 
 def test_layers_and_equal_segments_share_one_bias():
