@@ -1,13 +1,13 @@
 """Splits an update's rows into optimizer steps, data-parallel ranks and micro-batches.
 
-The mini-batch of an optimizer step is a run of consecutive rows, cut between rollout trees where
-there are enough of them. The rows of a tree are computed together, so that what they share is
-computed once: trees are assigned to data ranks, the costliest first, each to the rank with the
-least cost so far, and the trees of a rank are split the same way into micro-batches within the
-token budget. A tree that is larger than the budget, or than what balances the ranks, is cut in
-depth-first order; each part computes the path to its first row again. Every row is in one part, so
-that a token of a repeated path has its loss from the rows of each part, and their sum is that of
-flat rows.
+The mini-batch of an optimizer step is a run of consecutive rows. It is cut between rollout trees if
+there are at least as many trees as steps. The rows of a tree are computed together, so that the
+tokens that they share are computed once: trees are assigned to data ranks, the costliest first,
+each to the rank with the least cost so far, and the trees of a rank are split the same way into
+micro-batches within the token budget. A tree that is larger than the budget, or too large to
+balance the ranks, is cut in depth-first order into parts, each of which computes the path to its
+first row again. Every row is in one part. The loss of a token on a repeated path is therefore split
+over the parts by row, and the sum over the parts is the loss of flat rows.
 
 All data ranks get the same number of micro-batches, because the pipeline schedule and the gradient
 all-reduce run in lock step. An interleaved pipeline schedule needs a multiple of the pipeline size;
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 Rows = list[int]
 """Ascending indices of rows."""
 _PARTS_PER_SHARE = (None, 1, 2, 4, 8)
-"""Largest sizes of a part that are tried: the budget, then these fractions of a rank's share."""
+"""Sizes of the parts of trees to try: the whole token budget, or a rank's share of all tokens
+divided by these numbers."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class InputLengths:
-    """Number of tokens that the model reads for some rows, and what that costs."""
+    """Number of tokens that the model reads for some rows, and the cost of computing them."""
 
     length_R: np.ndarray
     """[R] int64 input tokens of each row."""
@@ -60,23 +61,27 @@ class InputLengths:
         )
 
     def num_tokens(self, rows: Rows) -> int:
-        """Return the number of tokens that computing these rows together takes."""
+        """Return the number of tokens of these rows, where a token that they share counts once."""
         shared_K = shared_between(self.shared_length_R, rows)
         return int((self.length_R[rows] - shared_K).sum())
 
     def cost(self, rows: Rows) -> float:
-        """Return the cost of computing these rows together, in tokens."""
+        """Return the cost of computing these rows together, in tokens.
+
+        It is the number of tokens plus the number of causal attention scores divided by
+        `pairs_per_token`; what rows share counts once.
+        """
         length_K, shared_K = self.length_R[rows], shared_between(self.shared_length_R, rows)
-        num_pairs = _triangle(length_K) - _triangle(shared_K)
-        return float((length_K - shared_K + num_pairs / self.pairs_per_token).sum())
+        pairs_K = _causal_pairs(length_K) - _causal_pairs(shared_K)
+        return float((length_K - shared_K + pairs_K / self.pairs_per_token).sum())
 
 
 def minibatch_masks(batch: TrainBatch, num_steps: int) -> Iterator[torch.Tensor]:
     """Yield one [B, T] bool mask per optimizer step: `mask_BT` restricted to that step's rows.
 
-    Each step has about equally many consecutive rows. With at least as many trees as steps a tree
-    is in one step. There are at most as many steps as rows. The masks are disjoint and their union
-    is `mask_BT`.
+    Each step has about equally many consecutive rows, and there are at most as many steps as rows.
+    If there are at least as many trees as steps, no tree is divided between steps. The masks are
+    disjoint and their union is `mask_BT`.
     """
     mask_BT = batch.mask_BT
     num_rows = mask_BT.shape[0]
@@ -142,19 +147,25 @@ def plan_micro_batches(
 
 
 def _nearest_starts(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return one start of a tree for each cut, nearest to it, with a tree between any two."""
-    found = [0]
+    """Return for each cut the nearest start of a tree, all different, so that no step is empty.
+
+    Args:
+        cuts: Ascending row numbers at which the steps would begin, and the number of rows.
+        starts: Ascending row numbers at which trees begin, and the number of rows.
+    """
+    tree_cuts = [0]
     for step, cut in enumerate(cuts[1:], start=1):
-        first = starts.index(found[-1]) + 1
+        first = starts.index(tree_cuts[-1]) + 1
         last = len(starts) - (len(cuts) - 1 - step)
-        found.append(min(starts[first:last], key=lambda start: (abs(start - cut), start)))
-    return found
+        tree_cuts.append(min(starts[first:last], key=lambda start: (abs(start - cut), start)))
+    return tree_cuts
 
 
 def _assign_to_ranks(lengths: InputLengths, num_data: int, budget_tokens: int) -> list[Rows]:
-    """Return the rows of each data rank, whose highest cost is the least of those tried.
+    """Return the rows of each data rank, so that the largest cost of a rank is as low as possible.
 
-    Small parts balance better, and repeat more.
+    Several sizes of the parts of trees are tried (`_PARTS_PER_SHARE`): smaller parts balance
+    better, but compute more shared tokens repeatedly.
     """
     rows = list(range(len(lengths.length_R)))
     if num_data == 1:
@@ -170,7 +181,7 @@ def _assign_to_ranks(lengths: InputLengths, num_data: int, budget_tokens: int) -
 
 
 def _cut_trees(rows: Rows, lengths: InputLengths, max_tokens: float) -> list[Rows]:
-    """Return whole trees, and where one has more tokens than `max_tokens`, consecutive parts."""
+    """Split rows into whole trees, or into consecutive parts if a tree exceeds `max_tokens`."""
     parts: list[Rows] = []
     num_tokens = 0
     for row, shared in zip(rows, shared_between(lengths.shared_length_R, rows), strict=True):
@@ -197,6 +208,7 @@ def _balance_into_bins(
     return [sorted(rows) for rows in bins]
 
 
-def _triangle(length_K: np.ndarray) -> np.ndarray:
+def _causal_pairs(length_K: np.ndarray) -> np.ndarray:
+    """Return the number of causal attention scores of sequences of these lengths."""
     pairs_K: np.ndarray = length_K * (length_K + 1) / 2
     return pairs_K

@@ -2,10 +2,11 @@
 
 Rows stand one after another in depth-first order of their trees (`batch.tree_order`), and a token
 that rows share is stored once. numpy arrays come out of Ray's object store without a copy, so that
-the ranks of a machine share one.
+all ranks on a machine read the same memory.
 
-Shape suffixes: R rows, R1 rows and the end, N stored tokens, M response tokens of all rows, shared
-ones counted in each; B rows and T response positions of the whole batch.
+Shape suffixes: R rows, R1 = R + 1 offsets of the rows and of the end, N stored tokens, M response
+tokens of all rows, where a shared token counts once for each row; B rows and T response positions
+of the whole batch.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch
 
 POLICY_TARGETS = ("old_logp", "advantage", "ref_logp", "importance_weight")
-"""Fields of `TrainBatch` that an update of the policy reads, without their suffix."""
+"""Fields of `TrainBatch` that an update of the policy reads, without the suffix `_BT`."""
 CRITIC_TARGETS = ("value", "return")
-"""Fields of `TrainBatch` that an update of the critic reads, without their suffix."""
+"""Fields of `TrainBatch` that an update of the critic reads, without the suffix `_BT`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -37,19 +38,20 @@ class PackedRows(RowLengths):
     prompt_length_R: np.ndarray
     """[R] int64 number of prompt tokens of each row."""
     token_N: np.ndarray
-    """[N] int32 tokens of each row after those that it shares with the row before it."""
+    """[N] int32 token ids: of each row those that follow the tokens shared with the row before."""
     num_positions: int
     """T, the response positions of the whole batch, to which the rows of a micro-batch are
     padded."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.row_R), len(self.length_R), len(self.prompt_length_R)}
-        num_own = int((self.length_R - self.shared_length_R).sum())
-        if len(sizes) > 1 or len(self.token_N) != num_own:
+        num_stored = int((self.length_R - self.shared_length_R).sum())
+        if len(sizes) > 1 or len(self.token_N) != num_stored:
             raise ValueError(
                 f"PackedRows: got {len(self.row_R)} row numbers, {len(self.length_R)} lengths, "
                 f"{len(self.prompt_length_R)} prompt lengths and {len(self.token_N)} tokens, "
-                f"expected as many of the first three, and {num_own} tokens from the lengths"
+                f"expected equal numbers of the first three, and {num_stored} tokens, the sum of "
+                "length_R - shared_length_R"
             )
 
     @classmethod
@@ -62,17 +64,26 @@ class PackedRows(RowLengths):
         num_positions: int,
         shared_length_R: np.ndarray | None = None,
     ) -> PackedRows:
-        """Pack rows from their tokens, prompt and response; without lengths nothing is shared."""
+        """Pack rows that are given as whole token sequences.
+
+        Args:
+            sequences: Int32 token ids of each row, prompt and response, in depth-first order.
+            row_R: [R] int64 number of each row in the whole batch.
+            prompt_lengths: Number of prompt tokens of each row.
+            num_positions: T, the response positions of the whole batch.
+            shared_length_R: [R] int64 number of leading tokens that each row shares with the row
+                before it; None if the rows share nothing.
+        """
         length_R = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         if shared_length_R is None:
             shared_length_R = np.zeros_like(length_R)
-        own = [tokens[size:] for tokens, size in zip(sequences, shared_length_R, strict=True)]
+        stored = [tokens[size:] for tokens, size in zip(sequences, shared_length_R, strict=True)]
         return cls(
             row_R=row_R,
             length_R=length_R,
             shared_length_R=shared_length_R,
             prompt_length_R=np.array(prompt_lengths, dtype=np.int64),
-            token_N=np.concatenate(own) if own else np.zeros(0, dtype=np.int32),
+            token_N=np.concatenate(stored) if stored else np.zeros(0, dtype=np.int32),
             num_positions=num_positions,
         )
 
@@ -109,8 +120,15 @@ class PackedRows(RowLengths):
     def merge(
         cls, parts: Sequence[PackedRows], row_R: np.ndarray, shared_length_R: np.ndarray
     ) -> PackedRows:
-        """Return the rows with these numbers, in their order, each from the part that has it."""
-        found = {
+        """Return selected rows of several parts of one batch.
+
+        Args:
+            parts: Parts that together hold the selected rows.
+            row_R: [R] int64 numbers of the selected rows in the batch, in depth-first order.
+            shared_length_R: [R] int64 number of leading tokens that each selected row shares with
+                the one before it.
+        """
+        row_by_number = {
             int(row): (tokens_S, length)
             for part in parts
             for row, tokens_S, length in zip(
@@ -118,9 +136,9 @@ class PackedRows(RowLengths):
             )
         }
         return cls.from_sequences(
-            [found[int(row)][0] for row in row_R],
+            [row_by_number[int(row)][0] for row in row_R],
             row_R=row_R,
-            prompt_lengths=[found[int(row)][1] for row in row_R],
+            prompt_lengths=[row_by_number[int(row)][1] for row in row_R],
             num_positions=parts[0].num_positions,
             shared_length_R=shared_length_R,
         )
@@ -133,21 +151,22 @@ class PackedRows(RowLengths):
 
     @property
     def response_start_R1(self) -> np.ndarray:
-        """[R + 1] int64 position of each row's first response token among those of all rows."""
+        """[R + 1] int64 offset of each row's first response token in [M]; the last entry is M."""
         return _offsets(self.response_length_R.tolist())
 
     def sequences(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
-        """Return prompt and response of the rows at ascending indices, int32."""
-        wanted = {int(index) for index in indices}
+        """Return the int32 token ids, prompt and response, of the rows at ascending indices."""
+        selected = {int(index) for index in indices}
         start_R1 = _offsets((self.length_R - self.shared_length_R).tolist())
+        # In depth-first order a row replaces only the tokens after the prefix that it shares.
         path = np.zeros(self.length_R.max(initial=0), dtype=np.int32)
-        found = []
-        for index in range(max(wanted, default=-1) + 1):
+        sequences = []
+        for index in range(max(selected, default=-1) + 1):
             shared, length = self.shared_length_R[index], self.length_R[index]
             path[shared:length] = self.token_N[start_R1[index] : start_R1[index + 1]]
-            if index in wanted:
-                found.append(path[:length].copy())
-        return found
+            if index in selected:
+                sequences.append(path[:length].copy())
+        return sequences
 
     def take(self, indices: Sequence[int] | np.ndarray) -> PackedRows:
         """Return the rows at these ascending indices."""
@@ -173,24 +192,32 @@ class PackedRows(RowLengths):
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PackedTargets:
-    """What an update reads of the response tokens of some rows, beside the tokens themselves.
+    """Mask, log-probs, advantages and the like that an update reads for the tokens of some rows.
 
-    The fields are those of `TrainBatch`, [M] in place of [B, T]; None where the batch has none.
+    The fields that end in `_M` are [M] copies of the [B, T] fields of `TrainBatch`; they are None
+    if the batch has no such field or the update does not read it.
     """
 
     start_R1: np.ndarray
-    """[R + 1] int64 position of each row's first response token, and M."""
+    """[R + 1] int64 offset of each row's first response token in [M]; the last entry is M."""
     num_positions: int
     """T, to which the rows of a micro-batch are padded."""
     mask_M: np.ndarray
+    """[M] bool, True for tokens that the policy sampled and that may be trained on."""
     old_logp_M: np.ndarray | None = None
+    """[M] float32 log-probs of the policy before the update."""
     advantage_M: np.ndarray | None = None
+    """[M] float32 advantages."""
     ref_logp_M: np.ndarray | None = None
+    """[M] float32 log-probs of the reference policy."""
     importance_weight_M: np.ndarray | None = None
+    """[M] float32 weight of each token's policy loss; None means a weight of 1."""
     value_M: np.ndarray | None = None
+    """[M] float32 values from the critic."""
     return_M: np.ndarray | None = None
+    """[M] float32 returns, the critic's targets."""
     kl_weight_M: np.ndarray | None = None
-    """Weight of each token's KL term; None for the configured coefficient."""
+    """[M] weight of each token's KL term; None for `algo.kl_coef` everywhere."""
 
     @classmethod
     def from_batch(
@@ -200,7 +227,14 @@ class PackedTargets:
         names: Iterable[str] = (),
         kl_weight_BT: torch.Tensor | None = None,
     ) -> PackedTargets:
-        """Pack mask and fields `names` (as `POLICY_TARGETS`) of the rows with these numbers."""
+        """Pack the mask and other fields of some rows of a batch.
+
+        Args:
+            batch: The whole batch.
+            row_R: [R] int64 numbers of the rows to pack.
+            names: Further fields to pack, without the suffix `_BT`, such as `POLICY_TARGETS`.
+            kl_weight_BT: [B, T] weight of each token's KL term; None for `algo.kl_coef`.
+        """
         by_name = {"mask": batch.mask_BT, "kl_weight": kl_weight_BT}
         by_name |= {name: getattr(batch, f"{name}_BT") for name in names}
         length_R = batch.length_B[torch.from_numpy(row_R)]
@@ -215,9 +249,9 @@ class PackedTargets:
         )
 
     def padded(self, name: str, indices: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Return a field, such as `old_logp`, of the rows at these indices, `[R, T]`.
+        """Return the field `name`, such as `old_logp`, of the rows at these indices, `[R, T]`.
 
-        It is 0 after the end of a row.
+        Positions after the end of a row are 0.
         """
         value_M: np.ndarray = getattr(self, f"{name}_M")
         padded_RT = np.zeros((len(indices), self.num_positions), dtype=value_M.dtype)
@@ -229,17 +263,26 @@ class PackedTargets:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class PackedScores:
-    """Results of a pass over some rows."""
+    """Outputs of a forward pass over some rows, such as log-probs and entropies."""
 
     row_R: np.ndarray
     """[R] int64 number of each row in the whole batch."""
     values: tuple[np.ndarray, ...]
-    """[M] float32 values of the rows' response tokens, or one value per row, in the order of
-    `row_R`."""
+    """One float32 array for each output: [M] values of response tokens, or [R] values of rows, in
+    the order of `row_R`."""
 
 
 def pack_values(value_BT: torch.Tensor, row_R: np.ndarray, length_R: torch.Tensor) -> np.ndarray:
-    """Return [M], the values of these rows up to their lengths."""
+    """Return the [B, T] values of the rows `row_R` without their padding, one row after another.
+
+    Args:
+        value_BT: [B, T] values of the whole batch.
+        row_R: [R] int64 numbers of the rows.
+        length_R: [R] int64 response lengths of the rows.
+
+    Returns:
+        [M] in the dtype of `value_BT`.
+    """
     inside_RT = torch.arange(value_BT.size(1))[None, :] < length_R[:, None]
     values_M: np.ndarray = value_BT[torch.from_numpy(row_R)][inside_RT].numpy()
     return values_M
@@ -248,10 +291,20 @@ def pack_values(value_BT: torch.Tensor, row_R: np.ndarray, length_R: torch.Tenso
 def unpack_scores(
     answers: Sequence[PackedScores | None], length_B: torch.Tensor, num_positions: int
 ) -> tuple[torch.Tensor, ...]:
-    """Return the [B, T] float32 values of all ranks that have results, 0 after a row's end."""
+    """Return the outputs of a forward pass for the whole batch, 0 after the end of a row.
+
+    Args:
+        answers: Outputs of each rank; None from ranks that return none, such as those of other
+            pipeline stages than the last.
+        length_B: [B] int64 response lengths.
+        num_positions: T, the response positions of the batch.
+
+    Returns:
+        One [B, T] float32 tensor for each output.
+    """
     parts = [part for part in answers if part is not None]
     numbers = sorted(int(row) for part in parts for row in part.row_R)
-    assert numbers == list(range(len(length_B))), "ranks must answer for each row once"
+    assert numbers == list(range(len(length_B))), "the ranks must return each row once"
     outputs = tuple(torch.zeros(len(length_B), num_positions) for _ in parts[0].values)
     for part in parts:
         index_R = torch.from_numpy(part.row_R.copy())

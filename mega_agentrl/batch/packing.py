@@ -3,12 +3,12 @@
 Every trajectory becomes a row; the mask of a failed trajectory is all zero. A trajectory whose
 context was reset (`Trajectory.context_resets`) becomes one row per part, each with the context it
 was sampled in as its prompt; `trajectory_B` then holds the trajectory of each row. `group_B`
-numbers the prompts from 0. A failed trajectory gets a group of its own after these, so that its
-missing reward stays out of its prompt's mean. A pending reward is NaN until `fill_rewards`, so that
-it cannot be used by mistake. `tree_token_BT` numbers the tokens of all trees: a fork shares the ids
-of its parent's first `fork_len` tokens, and the padding is -1. `tree_order_B` and `shared_length_B`
-say which rows share which leading tokens: the prompt, what forks have in common, and what a reset
-context keeps of the sequence before it.
+numbers the prompts from 0. A failed trajectory gets a group of its own after those of the prompts,
+so that its missing reward stays out of its prompt's mean. A pending reward is NaN until
+`fill_rewards`, so that it cannot be used by mistake. `tree_token_BT` numbers the tokens of all
+trees: a fork shares the ids of its parent's first `fork_len` tokens, and the padding is -1.
+`tree_order_B` and `shared_length_B` describe which leading tokens rows share: the prompt, the
+response up to a fork, and the tokens that a reset context keeps of the sequence before it.
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ class _RowSegment:
 
     trajectory_index: int
     context_index: int
-    """0 for the prompt, then the number of the context reset."""
+    """0 for the prompt, i for the context of the i-th reset."""
     context_ids: tuple[int, ...]
     start: int
     stop: int
 
 
 def _row_segments(index: int, trajectory: Trajectory) -> Iterator[_RowSegment]:
-    """Yield the non-empty parts, or the whole trajectory if its context was never reset."""
+    """Yield the non-empty parts of a trajectory, or all of it if its context was never reset."""
     contexts = [(0, trajectory.prompt.token_ids)]
     contexts += [(reset.start, reset.token_ids) for reset in trajectory.context_resets]
     stops = [start for start, _ in contexts[1:]] + [len(trajectory.token_ids)]
@@ -187,7 +187,7 @@ def _pad_to_tensor(
 
 
 def _group_ids(trees: Sequence[RolloutTree]) -> list[int]:
-    """Return each trajectory's tree index; failed trajectories get indices beyond these."""
+    """Return each trajectory's tree index; failed trajectories get indices after the last tree."""
     failed_ids = count(len(trees))
     return [
         next(failed_ids) if trajectory.failed else index
@@ -203,6 +203,7 @@ def _tree_token_ids(trees: Sequence[RolloutTree]) -> list[list[int]]:
 
 
 def _tree_token_ids_of_one(tree: RolloutTree, new_ids: Iterator[int]) -> Iterator[list[int]]:
+    """Yield the tree-token ids of each trajectory of a tree; new tokens get the next `new_ids`."""
     earlier: dict[str, tuple[Trajectory, list[int]]] = {}
     for trajectory in tree.trajectories:
         ids: list[int] = []
@@ -228,20 +229,20 @@ def _tree_token_ids_of_one(tree: RolloutTree, new_ids: Iterator[int]) -> Iterato
 def _row_token_ids(
     trees: Sequence[RolloutTree], token_ids: Sequence[list[int]], rows: Sequence[_RowSegment]
 ) -> list[list[int]]:
-    """Return the identities of the tokens of each row, prompt and response.
+    """Return the ids of the tokens of each row, prompt and response, for `order_rows`.
 
-    The rows of a tree share its prompt. A context that replaces another keeps the identities of the
-    tokens with which both begin; the others are new. Paths with the same history before the change
+    The rows of a tree share its prompt. A context that replaces another keeps the ids of the tokens
+    with which both begin; its other tokens get new ids. Paths with the same history before a reset
     share the new context.
     """
     new_ids = count(1 + max((max(ids, default=0) for ids in token_ids), default=0))
-    known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    reset_contexts: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     contexts = []
     ids_of = iter(token_ids)
     for tree in trees:
         prompt = [next(new_ids) for _ in tree.prompt.token_ids]
         contexts += [
-            _context_token_ids(trajectory, prompt, next(ids_of), known, new_ids)
+            _context_token_ids(trajectory, prompt, next(ids_of), reset_contexts, new_ids)
             for trajectory in tree.trajectories
         ]
     return [
@@ -255,27 +256,30 @@ def _context_token_ids(
     trajectory: Trajectory,
     prompt: list[int],
     ids: list[int],
-    known: dict[tuple[int, tuple[int, ...]], list[int]],
+    reset_contexts: dict[tuple[int, tuple[int, ...]], list[int]],
     new_ids: Iterator[int],
 ) -> list[list[int]]:
-    """Return the identities of the prompt and of each context that replaced it.
+    """Return the token ids of the prompt and of each context that replaced it.
 
     Args:
-        trajectory: A path with the response tokens `ids`.
-        prompt: Identities of the prompt's tokens.
-        ids: Identities of the response tokens.
-        known: Contexts so far, by the last token before the change and by content; it is extended.
-        new_ids: Identities for tokens that were not seen before.
+        trajectory: The trajectory.
+        prompt: Ids of the prompt's tokens.
+        ids: Ids of the response tokens.
+        reset_contexts: Token ids of the contexts of earlier resets, by the id of the last token
+            before the reset and the content of the context; new contexts are added to it.
+        new_ids: Ids for tokens that have none yet.
     """
     contexts, tokens, start = [prompt], trajectory.prompt.token_ids, 0
     for reset in trajectory.context_resets:
         key = (ids[reset.start - 1] if reset.start else prompt[-1], reset.token_ids)
-        if key not in known:
-            before = [*tokens, *trajectory.token_ids[start : reset.start]]
-            kept = common_length(np.array(before), np.array(reset.token_ids))
-            before_ids = contexts[-1] + ids[start : reset.start]
-            known[key] = before_ids[:kept] + [next(new_ids) for _ in reset.token_ids[kept:]]
-        contexts.append(known[key])
+        if key not in reset_contexts:
+            previous = [*tokens, *trajectory.token_ids[start : reset.start]]
+            size = common_length(np.array(previous), np.array(reset.token_ids))
+            previous_ids = contexts[-1] + ids[start : reset.start]
+            reset_contexts[key] = previous_ids[:size] + [
+                next(new_ids) for _ in reset.token_ids[size:]
+            ]
+        contexts.append(reset_contexts[key])
         tokens, start = reset.token_ids, reset.start
     return contexts
 

@@ -1,8 +1,8 @@
-"""Decides on the driver which data rank gets which rows of a batch, and what each is sent.
+"""Assigns, on the driver, the rows of a batch to data ranks, and selects what each rank is sent.
 
-A pass over the batch and each optimizer step balance the cost of the rows that they read
-(`plan_micro_batches`). So a data rank scores some rows and may train on others; for an update it is
-sent the tokens of those rows only that it has not been sent for scoring.
+The scoring pass over the whole batch and each optimizer step are balanced separately, each by the
+cost of the rows that it reads (`plan_micro_batches`). So a data rank may train on other rows than
+it scores. For an update it is sent only the tokens that it did not already get for scoring.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class ScoringShard:
     """What a data rank needs to compute log-probs, values or scores."""
 
     rows: PackedRows
+    """The rows that the data rank scores."""
     micros: MicroPlan
-    """Indices in `rows`."""
+    """Micro-batches, as indices in `rows`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -43,7 +44,7 @@ class StepPlan:
     """The share of a data rank in one optimizer step."""
 
     micros: MicroPlan
-    """Indices in the rows of the `UpdateShard`."""
+    """Micro-batches, as indices in `UpdateShard.row_R`."""
     denominator: float
     """Divisor of the loss, counted over the rows of all data ranks (`loss_denominator`)."""
     cost: float
@@ -55,15 +56,15 @@ class UpdateShard:
     """What a data rank needs for an update, beside the rows that it was sent for scoring."""
 
     row_R: np.ndarray
-    """[R] int64 numbers of the rows that it trains on, in depth-first order."""
+    """[R] int64 numbers of the rows that the data rank trains on, in depth-first order."""
     shared_length_R: np.ndarray
-    """[R] int64 number of leading tokens that each shares with the one before it."""
+    """[R] int64 number of leading tokens that each of these rows shares with the one before it."""
     new_rows: PackedRows
-    """Those of them that it was not sent for scoring."""
+    """The rows of `row_R` that the data rank was not sent for scoring."""
     targets: PackedTargets
-    """Of the rows `row_R`, in their order."""
+    """Mask and targets of the rows `row_R`, in the same order."""
     steps: tuple[StepPlan, ...]
-    """The optimizer steps; one without any trained token is left out."""
+    """The optimizer steps; a step without any trained token is left out."""
 
     def gather_rows(self, scored: ScoringShard | None) -> PackedRows:
         """Return the rows `row_R`, given what the data rank was sent for scoring."""
@@ -73,16 +74,20 @@ class UpdateShard:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class RowSharder:
-    """Assigns rows to data ranks and micro-batches; for the arguments see `plan_micro_batches`."""
+    """Assigns rows to data ranks and micro-batches with `plan_micro_batches`."""
 
     num_data: int
+    """Number of data ranks."""
     budget_tokens: int
+    """Maximum number of tokens of a micro-batch."""
     num_multiple: int
+    """Each data rank gets a multiple of this number of micro-batches."""
     pairs_per_token: float = float("inf")
+    """Number of attention scores that cost as much as the rest of the model for one token."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, pairs_per_token: float = float("inf")) -> RowSharder:
-        """Return the sharder for the ranks of a run; `pairs_per_token` as in `InputLengths`."""
+        """Return the sharder for the data ranks of a run."""
         parallel = config.parallel
         return cls(
             num_data=parallel.data,
@@ -92,7 +97,7 @@ class RowSharder:
         )
 
     def scoring_shards(self, rows: PackedRows) -> list[ScoringShard]:
-        """Return the part of each data rank in a pass over all rows of a batch."""
+        """Return what each data rank needs for a forward pass over all rows of a batch."""
         shards = []
         for micros in self._plan(self._input_lengths(rows), range(rows.num_rows)):
             indices = sorted(index for micro in micros for index in micro)
@@ -112,16 +117,17 @@ class RowSharder:
         kl_weight_BT: torch.Tensor | None = None,
         scored: Sequence[ScoringShard] | None = None,
     ) -> list[UpdateShard]:
-        """Return the part of each data rank in an update.
+        """Return what each data rank needs for an update.
 
         Args:
             batch: The whole batch.
-            step_masks: [B, T] bool trained tokens of each optimizer step, in different rows.
+            step_masks: [B, T] bool mask of the trained tokens of each optimizer step; no row has
+                trained tokens in two steps.
             rows: All rows of the batch.
             aggregation: Mode of `algo.policy_loss.aggregate`.
-            targets: Fields of the batch that the objective reads.
-            kl_weight_BT: [B, T] weight of each token's KL term; None for the coefficient.
-            scored: What the data ranks were sent for scoring, if this batch was scored.
+            targets: Fields of the batch that the objective reads, such as `POLICY_TARGETS`.
+            kl_weight_BT: [B, T] weight of each token's KL term; None for `algo.kl_coef`.
+            scored: What each data rank was sent for scoring; None if the batch was not scored.
         """
         lengths = self._input_lengths(rows)
         plans, denominators = [], []
@@ -132,23 +138,27 @@ class RowSharder:
                 denominators.append(loss_denominator(mask_BT, aggregation).item())
         shards = []
         for data_rank in range(self.num_data):
-            own = [plan[data_rank] for plan in plans]
-            trained = sorted(index for micros in own for micro in micros for index in micro)
-            sent = set() if scored is None else set(scored[data_rank].rows.row_R.tolist())
-            row_R = rows.row_R[trained]
+            rank_plans = [plan[data_rank] for plan in plans]
+            rank_indices = sorted(
+                index for micros in rank_plans for micro in micros for index in micro
+            )
+            known_rows = set() if scored is None else set(scored[data_rank].rows.row_R.tolist())
+            row_R = rows.row_R[rank_indices]
             steps = tuple(
                 StepPlan(
-                    micros=_local_indices(micros, trained),
+                    micros=_local_indices(micros, rank_indices),
                     denominator=denominator,
                     cost=sum(lengths.cost(list(micro)) for micro in micros),
                 )
-                for micros, denominator in zip(own, denominators, strict=True)
+                for micros, denominator in zip(rank_plans, denominators, strict=True)
             )
             shards.append(
                 UpdateShard(
                     row_R=row_R,
-                    shared_length_R=shared_between(rows.shared_length_R, trained),
-                    new_rows=rows.take([i for i in trained if rows.row_R[i] not in sent]),
+                    shared_length_R=shared_between(rows.shared_length_R, rank_indices),
+                    new_rows=rows.take(
+                        [index for index in rank_indices if rows.row_R[index] not in known_rows]
+                    ),
                     targets=PackedTargets.from_batch(batch, row_R, targets, kl_weight_BT),
                     steps=steps,
                 )
@@ -163,7 +173,7 @@ class RowSharder:
         )
 
     def _plan(self, lengths: InputLengths, indices: Sequence[int]) -> list[MicroPlan]:
-        """Return the indices of the rows of the micro-batches of each data rank."""
+        """Return the micro-batches of each data rank, as indices in the rows of `lengths`."""
         plan = plan_micro_batches(
             lengths.take(indices),
             num_data=self.num_data,
@@ -176,10 +186,11 @@ class RowSharder:
 
 
 def load_imbalance(shards: Sequence[UpdateShard]) -> float:
-    """Return the cost of the costliest data rank divided by the mean over the ranks.
+    """Return the cost of the costliest data rank divided by the mean over the data ranks.
 
-    In each optimizer step all ranks wait for the costliest, so the maxima of the steps are summed.
-    The result is at least 1, and 1 without any step.
+    In each optimizer step all ranks wait for the costliest one, so the result is the sum over the
+    steps of the largest cost, divided by the mean over the ranks of their total cost. It is at
+    least 1, and 1 if there is no step.
     """
     costs = [[step.cost for step in shard.steps] for shard in shards]
     total = sum(map(sum, costs))
@@ -187,5 +198,6 @@ def load_imbalance(shards: Sequence[UpdateShard]) -> float:
 
 
 def _local_indices(micros: MicroPlan, numbers: Sequence[int]) -> MicroPlan:
+    """Return the micro-batches with each row number replaced by its index in `numbers`."""
     index_of = {row: index for index, row in enumerate(numbers)}
     return tuple(tuple(index_of[row] for row in micro) for micro in micros)

@@ -1,13 +1,13 @@
-"""Rows of rollout trees in depth-first order, and what each shares with the row before it.
+"""Rows of rollout trees in depth-first order, and how many tokens each shares with the one before.
 
 Rows of one tree share a prefix: the prompt, and where they were forked the response up to the fork.
-If the rows of a tree stand in depth-first order, the length that each row shares with the one
-before it describes the whole tree: two rows share the least of the lengths from one to the other.
+If the rows of a tree stand in depth-first order, the number of tokens that each row shares with the
+one before it describes the whole tree: rows i < j share min(shared_length[i + 1 .. j]) tokens.
 Tokens are shared by identity, that is the same sampling event, the same prompt or the same tool
 answer before a fork, never because their ids happen to be equal.
 
-The input of a row, which the model reads, is the row without its last token, which predicts
-nothing.
+The input of a row is what the model reads: the row without its last token, because nothing follows
+that token which could be predicted from it.
 
 Shape suffixes: B rows of a batch, R some of its rows, in depth-first order.
 """
@@ -35,8 +35,8 @@ class RowLengths:
     length_R: np.ndarray
     """[R] int64 number of tokens, prompt and response."""
     shared_length_R: np.ndarray
-    """[R] int64 number of leading tokens that a row shares with the row before it here; 0 where a
-    tree begins."""
+    """[R] int64 number of leading tokens that a row shares with the row before it among these R
+    rows; 0 where a tree begins."""
 
     @property
     def num_rows(self) -> int:
@@ -80,14 +80,15 @@ def row_lengths(batch: TrainBatch, *, share: bool = True) -> RowLengths:
 
 
 def order_rows(ids: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """Sort rows depth first, children in the order in which their first tokens are numbered.
+    """Sort rows into depth-first order, the branches of a fork by the ids of their first tokens.
 
     Args:
-        ids: Identities of the tokens of each row; equal for the same token only.
+        ids: Ids of the tokens of each row, which identify a token in the forest: two ids are equal
+            only if they stand for the same token.
 
     Returns:
-        The row numbers in order, and the number of leading tokens that each shares with the row
-        before it.
+        The row numbers in depth-first order, and the number of leading tokens that each row shares
+        with the row before it.
     """
     order = sorted(range(len(ids)), key=lambda row: ids[row])
     arrays = [np.asarray(ids[row], dtype=np.int64) for row in order]
@@ -98,19 +99,20 @@ def order_rows(ids: Sequence[list[int]]) -> tuple[list[int], list[int]]:
 def common_length(left: np.ndarray, right: np.ndarray) -> int:
     """Return the length of the longest common prefix of two 1-d arrays."""
     size = min(len(left), len(right))
-    differing = np.flatnonzero(left[:size] != right[:size])
-    return int(differing[0]) if len(differing) else size
+    mismatches = np.flatnonzero(left[:size] != right[:size])
+    return int(mismatches[0]) if len(mismatches) else size
 
 
 def shared_between(shared_R: np.ndarray, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return what each of the selected rows shares with the selected row before it.
+    """Return how many leading tokens each selected row shares with the selected row before it.
 
     Args:
-        shared_R: [R] int64 what each row shares with the row before it.
-        indices: Ascending indices of the selected rows.
+        shared_R: [R] int64 number of leading tokens that each row shares with the row before it.
+        indices: Ascending indices of the K selected rows.
 
     Returns:
-        [len(indices)] int64, 0 for the first.
+        [K] int64: the minimum of `shared_R` from the row after the previous selected one to the
+        selected one; 0 for the first.
     """
     index_K = np.asarray(indices, dtype=np.int64)
     shared_K = np.zeros(len(index_K), dtype=np.int64)
