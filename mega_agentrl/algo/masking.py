@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 EXPONENT_BOUND = 20.0
+"""Largest absolute value of an exponent: ratios stay within e^-20 to e^20."""
 ROWS_PER_CHUNK = 16
+"""Rows that `row_chunks` yields at a time."""
 
 
 def upcast(x: torch.Tensor) -> torch.Tensor:
@@ -41,14 +43,14 @@ def masked_log_ratio(
 
 
 def bounded_exp(exponent: torch.Tensor) -> torch.Tensor:
-    """Return exp of the exponent clamped to +-20, so that no ratio overflows."""
+    """Return exp(clamp(exponent, -20, 20)), so that no ratio overflows."""
     return exponent.clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
 
 
 def shift(x_RT: torch.Tensor, by: int) -> torch.Tensor:
     """Return the rows moved `by` positions to the right, or to the left if negative, [R, T].
 
-    Positions that no value moves to are 0.
+    The positions that this leaves free are 0.
     """
     width = x_RT.shape[1]
     gap = min(abs(by), width)
@@ -62,10 +64,10 @@ def number_turns(mask_BT: torch.Tensor) -> torch.Tensor:
 
     A turn is a run of unmasked tokens.
     """
-    on_BT = mask_BT.bool()
-    is_start_BT = on_BT.clone()
-    is_start_BT[:, 1:] &= ~on_BT[:, :-1]
-    return torch.where(on_BT, is_start_BT.cumsum(1) - 1, -1)
+    mask_BT = mask_BT.bool()
+    is_start_BT = mask_BT.clone()
+    is_start_BT[:, 1:] &= ~mask_BT[:, :-1]
+    return torch.where(mask_BT, is_start_BT.cumsum(1) - 1, -1)
 
 
 def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
@@ -77,8 +79,8 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> t
 def masked_mean(x: torch.Tensor, mask: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return the mean of `x` where `mask` is set, over all positions or along `dim`."""
     total = masked_sum(x, mask, dim)
-    on = mask.bool()
-    count = on.sum() if dim is None else on.sum(dim)
+    mask = mask.bool()
+    count = mask.sum() if dim is None else mask.sum(dim)
     return total / count.clamp(min=1)
 
 
@@ -90,38 +92,43 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, *, eps: float = 1e-8) -> 
     mean, variance = masked_moments(x, mask)
     centre, factor = mean.to(x.dtype), torch.rsqrt(variance + eps).to(x.dtype)
 
-    def rows(piece: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
-        return torch.where(on, (piece - centre) * factor, 0.0)
+    def whiten_rows(x_rows: torch.Tensor, mask_rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_rows, (x_rows - centre) * factor, 0.0)
 
-    return map_row_chunks(rows, x, mask.bool())
+    return map_row_chunks(whiten_rows, x, mask.bool())
 
 
 def masked_moments(x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return 0-d float64 mean and unbiased variance of `x` where `mask` is set.
+    """Return the mean and the unbiased variance of `x` where `mask` is set, 0-d float64.
 
     The variance is computed in a second pass, without gradient; it is 0 for fewer than two
     positions.
     """
     _check_mask_shape(x, mask)
     count, total = x.new_zeros((), dtype=torch.float64), x.new_zeros((), dtype=torch.float64)
-    parts = list(row_chunks(x.detach(), mask.bool()))
-    for piece, on in parts:
-        count += on.sum()
-        total += torch.where(on, piece, 0.0).sum(dtype=torch.float64)
+    chunks = list(row_chunks(x.detach(), mask.bool()))
+    for x_rows, mask_rows in chunks:
+        count += mask_rows.sum()
+        total += torch.where(mask_rows, x_rows, 0.0).sum(dtype=torch.float64)
     mean = total / count.clamp(min=1)
     squares = torch.zeros_like(total)
-    for piece, on in parts:
-        squares += torch.where(on, piece - mean, 0.0).square().sum(dtype=torch.float64)
+    for x_rows, mask_rows in chunks:
+        squares += torch.where(mask_rows, x_rows - mean, 0.0).square().sum(dtype=torch.float64)
     return mean, squares / (count - 1).clamp(min=1)
 
 
-def map_row_chunks(rows: Callable[..., torch.Tensor], *grids_BT: torch.Tensor) -> torch.Tensor:
-    """Apply `rows` to chunks of rows and concatenate; the rows must be independent."""
-    return torch.cat([rows(*part) for part in row_chunks(*grids_BT)])
+def map_row_chunks(function: Callable[..., torch.Tensor], *grids_BT: torch.Tensor) -> torch.Tensor:
+    """Apply a function that treats rows independently to chunks of rows; return all its rows.
+
+    Args:
+        function: Maps one [R, T] chunk of each grid to a tensor with R rows.
+        grids_BT: Tensors of B rows each.
+    """
+    return torch.cat([function(*chunk) for chunk in row_chunks(*grids_BT)])
 
 
 def row_chunks(*tensors_B: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Iterate over the tensors a few rows at a time, so that intermediate results stay in cache."""
+    """Yield the tensors a few rows at a time, so that intermediate results stay in the cache."""
     return zip(*(torch.split(tensor_B, ROWS_PER_CHUNK) for tensor_B in tensors_B), strict=True)
 
 

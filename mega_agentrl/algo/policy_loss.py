@@ -15,10 +15,11 @@ sg(r), which has PPO's value but keeps a gradient with the factor 1 + high. `dr_
 2503.20783) and `dapo` (arXiv 2503.14476) are `clipped` with their papers' clip range and
 aggregation.
 
-B trajectories, T response positions; float32, or float64 if the log-probs are. The functions do not
-depend on how a batch was split: with the global `denominator` the values of the shards add up.
-`gspo` needs whole trajectories and `atpo` whole turns, because their ratios are means over those;
-`future_kl` needs whole rows.
+B trajectories, T response positions. Losses are float32, or float64 if the log-probs are float64.
+They do not depend on how a batch is split: with the global `denominator` of `aggregate` the values
+of the shards add up. `gspo` needs whole trajectories and `atpo` whole turns, because their ratios
+are means over a trajectory or turn; `future_kl` needs whole rows, because its factor depends on the
+tokens to the right. In the formulas sg(x) is x without gradient.
 
 `actor.training.losses` registers the losses that `algo.loss` can name.
 """
@@ -65,21 +66,23 @@ def clipped(
         mask_BT: [B, T] mask.
         clip_low: width of the clip range below 1.
         clip_high: width of the clip range above 1.
-        clip_dual: dual clip c; None for none.
+        clip_dual: ratio c > 1 of the dual clip; None for no dual clip.
         balanced: whether to use AEPO's clip.
 
     Returns:
         The loss, and `clipfrac` and `clipfrac_lower`, the fractions of positions where the clip
         range or the dual clip was active, and `approx_kl`, the mean of old_logp - logp.
     """
-    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    mask_BT, log_ratio_BT, advantage_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)
-    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
-    loss_BT, higher_BT, lower_BT = _surrogate(ratio_BT, bounded_BT, weight_BT, clip_dual)
+    clipped_ratio_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=balanced)
+    loss_BT, is_clipped_BT, is_dual_clipped_BT = _surrogate(
+        ratio_BT, clipped_ratio_BT, advantage_BT, clip_dual
+    )
     return loss_BT, {
-        "clipfrac": masked_mean(higher_BT.float(), on_BT),
-        "clipfrac_lower": masked_mean(lower_BT.float(), on_BT),
-        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
+        "clipfrac_lower": masked_mean(is_dual_clipped_BT.float(), mask_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), mask_BT),
     }
 
 
@@ -98,23 +101,31 @@ def gspo(
     all tokens, so `seq_mean_token_mean` gives the paper's objective. Rows must be whole
     trajectories: the mean over a part is another ratio.
 
+    Args:
+        logp_BT: [B, T] current log-probs, nats.
+        old_logp_BT: [B, T] log-probs at the start of the update, nats.
+        advantage_B: [B] advantage of each trajectory.
+        mask_BT: [B, T] mask.
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
+
     Returns:
         The loss, [B, T], and `clipfrac` (fraction of tokens in clipped trajectories) and
         `approx_kl`.
     """
     check_same_shape(logp_BT=logp_BT, old_logp_BT=old_logp_BT, mask_BT=mask_BT)
     check_same_rows(advantage_B, mask_BT)
-    on_BT = mask_BT.bool()
-    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
-    mean_B = masked_mean(log_ratio_BT, on_BT, dim=1)
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, mask_BT)
+    mean_B = masked_mean(log_ratio_BT, mask_BT, dim=1)
     ratio_B1 = bounded_exp(mean_B).unsqueeze(1)
-    advantage_BT = advantage_B.unsqueeze(1).expand_as(on_BT)
-    weight_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
-    bounded_B1 = _clipped_ratio(ratio_B1, clip_low, clip_high, balanced=False)
-    loss_BT, higher_BT, _ = _surrogate(ratio_B1, bounded_B1, weight_BT, None)
+    advantage_BT = advantage_B.unsqueeze(1).expand_as(mask_BT)
+    advantage_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), mask_BT)
+    clipped_ratio_B1 = _clipped_ratio(ratio_B1, clip_low, clip_high, balanced=False)
+    loss_BT, is_clipped_BT, _ = _surrogate(ratio_B1, clipped_ratio_B1, advantage_BT, None)
     return loss_BT, {
-        "clipfrac": masked_mean(higher_BT.float(), on_BT),
-        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), mask_BT),
     }
 
 
@@ -129,23 +140,31 @@ def atpo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and metrics like `clipped`, with one ratio for all tokens of a turn.
 
-    A turn is a run of unmasked tokens. As in the code that was released with the paper, a token's
-    ratio has the value of the turn's, sg(s) r / sg(r) with s = exp(mean log-ratio of the turn), and
-    its gradient reaches this token alone (GSPO-token, arXiv 2507.18071), so that the advantages of
-    a turn's tokens may differ. If they are equal, the sum over the turn has the same gradient as
-    with s itself.
+    A turn is a run of unmasked tokens. As in the code that was released with the paper, the ratio
+    of a token is sg(s) r / sg(r), where s = exp(mean log-ratio of the turn): its value is that of
+    the turn, and its gradient reaches this token alone (GSPO-token, arXiv 2507.18071), so that the
+    advantages of a turn's tokens may differ. If they are equal, the sum over the turn has the same
+    gradient as with s itself.
+
+    Args:
+        logp_BT: [B, T] current log-probs, nats.
+        old_logp_BT: [B, T] log-probs at the start of the update, nats.
+        advantage_BT: [B, T] advantages.
+        mask_BT: [B, T] mask.
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
 
     Returns:
         The loss, [B, T], and `clipfrac` (fraction of tokens in clipped turns) and `approx_kl`.
     """
-    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
-    frozen_BT = log_ratio_BT.detach()
-    ratio_BT = bounded_exp(_turn_means(frozen_BT, on_BT)) * (log_ratio_BT - frozen_BT).exp()
-    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    loss_BT, higher_BT, _ = _surrogate(ratio_BT, bounded_BT, weight_BT, None)
+    mask_BT, log_ratio_BT, advantage_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    constant_BT = log_ratio_BT.detach()
+    ratio_BT = bounded_exp(_turn_means(constant_BT, mask_BT)) * (log_ratio_BT - constant_BT).exp()
+    clipped_ratio_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    loss_BT, is_clipped_BT, _ = _surrogate(ratio_BT, clipped_ratio_BT, advantage_BT, None)
     return loss_BT, {
-        "clipfrac": masked_mean(higher_BT.float(), on_BT),
-        "approx_kl": masked_mean(-frozen_BT, on_BT),
+        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
+        "approx_kl": masked_mean(-constant_BT, mask_BT),
     }
 
 
@@ -160,17 +179,18 @@ def cispo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the loss -sg(clip(r)) A logp, [B, T] and 0 where masked, and 0-d metrics.
 
-    The clipped ratio is a constant weight, so no token loses its gradient.
+    The clipped ratio is a constant weight, so no token loses its gradient. The arguments are those
+    of `clipped`.
 
     Returns:
         The loss, and `clipfrac`, the fraction of tokens clipped on either side, and `approx_kl`.
     """
-    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    mask_BT, log_ratio_BT, advantage_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT.detach())
-    bounded_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    return -bounded_BT * weight_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), on_BT), {
-        "clipfrac": masked_mean((bounded_BT != ratio_BT).float(), on_BT),
-        "approx_kl": masked_mean(-log_ratio_BT.detach(), on_BT),
+    weight_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    return -weight_BT * advantage_BT * zero_masked(logp_BT.to(log_ratio_BT.dtype), mask_BT), {
+        "clipfrac": masked_mean((weight_BT != ratio_BT).float(), mask_BT),
+        "approx_kl": masked_mean(-log_ratio_BT.detach(), mask_BT),
     }
 
 
@@ -193,11 +213,11 @@ def future_kl(
 
         A_t (1 + weight f_t),  f_t = clip(exp(sum_{k >= t} gamma^(k - t) m_k log r_k))
 
-    m_k is 0 where r_k is above `clip_dual`, and f has no gradient. Before the first update all
-    ratios are 1, and so is f. Where A < 0 and r is above `max_penalized_ratio`, f is at most 1, and
-    at least 0.8. A row with more than one token at the dual clip has no loss, but its tokens still
-    count in the denominator; in the code that was released with APPO they do not, and masked tokens
-    discount there.
+    m_k is 0 where r_k is above `clip_dual`, else 1, and f has no gradient (arXiv 2603.19835,
+    2606.12384). Before the first update all ratios are 1, and so is f. Where A < 0 and r is above
+    `max_penalized_ratio`, f is clipped to [0.8, 1]. A row with more than one token at the dual clip
+    has no loss, but its tokens still count in the denominator. The code that was released with APPO
+    differs in two points: such tokens do not count, and masked tokens discount.
 
     Args:
         logp_BT: [B, T] current log-probs, nats.
@@ -206,46 +226,46 @@ def future_kl(
         mask_BT: [B, T] mask.
         clip_low: width of the clip range below 1.
         clip_high: width of the clip range above 1.
-        clip_dual: dual clip c.
-        gamma: discount of each sampled token.
+        clip_dual: ratio c > 1 of the dual clip.
+        gamma: discount per unmasked token.
         bound: f is between 1 - `bound` and 1 + `bound`.
-        high_only: whether f is at least 1 instead.
+        high_only: whether the lower bound of f is 1 instead of 1 - `bound`.
         weight: weight of f.
         max_penalized_ratio: ratio above which f does not add to a negative advantage.
 
     Returns:
         The loss, [B, T], the metrics of `clipped`, and `future_weight`, the mean of f.
     """
-    on_BT, log_ratio_BT, weight_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
+    mask_BT, log_ratio_BT, advantage_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
     ratio_BT = bounded_exp(log_ratio_BT)
-    frozen_BT = log_ratio_BT.detach()
+    constant_BT = log_ratio_BT.detach()
     sum_BT = apply_to_sampled_tokens(
         lambda ratio_RL: discounted_sum(ratio_RL, gamma),
-        on_BT,
-        frozen_BT.masked_fill(frozen_BT > math.log(clip_dual), 0.0),
+        mask_BT,
+        constant_BT.masked_fill(constant_BT > math.log(clip_dual), 0.0),
     )
     future_BT = bounded_exp(sum_BT).clamp(1.0 if high_only else 1 - bound, 1 + bound)
-    future_BT = zero_masked(future_BT.to(frozen_BT.dtype), on_BT)
-    is_capped_BT = (weight_BT < 0) & (ratio_BT.detach() > max_penalized_ratio)
+    future_BT = zero_masked(future_BT.to(constant_BT.dtype), mask_BT)
+    is_capped_BT = (advantage_BT < 0) & (ratio_BT.detach() > max_penalized_ratio)
     future_BT = torch.where(is_capped_BT, future_BT.clamp(0.8, 1.0), future_BT)
-    loss_BT, higher_BT, lower_BT = _surrogate(
+    loss_BT, is_clipped_BT, is_dual_clipped_BT = _surrogate(
         ratio_BT,
         _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False),
-        weight_BT * (1 + weight * future_BT),
+        advantage_BT * (1 + weight * future_BT),
         clip_dual,
     )
-    is_dropped_B = lower_BT.sum(dim=1) > 1
+    is_dropped_B = is_dual_clipped_BT.sum(dim=1) > 1
     return loss_BT.masked_fill(is_dropped_B.unsqueeze(1), 0.0), {
-        "clipfrac": masked_mean(higher_BT.float(), on_BT),
-        "clipfrac_lower": masked_mean(lower_BT.float(), on_BT),
-        "approx_kl": masked_mean(-frozen_BT, on_BT),
-        "future_weight": masked_mean(future_BT, on_BT),
+        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
+        "clipfrac_lower": masked_mean(is_dual_clipped_BT.float(), mask_BT),
+        "approx_kl": masked_mean(-constant_BT, mask_BT),
+        "future_weight": masked_mean(future_BT, mask_BT),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class LossPreset:
-    """`clipped` with a clip range and an aggregation that belong together."""
+    """`clipped` with the clip range and the aggregation of a paper; call it for the loss."""
 
     clip_low: float
     """Width of the clip range below 1."""
@@ -278,7 +298,9 @@ class LossPreset:
 
 
 dr_grpo = LossPreset(clip_low=0.2, clip_high=0.2, aggregation="seq_sum_norm", norm_by_std=False)
+"""Dr. GRPO (arXiv 2503.20783)."""
 dapo = LossPreset(clip_low=0.2, clip_high=0.28, aggregation="token_mean", norm_by_std=True)
+"""DAPO (arXiv 2503.14476)."""
 
 
 def aggregate(
@@ -293,11 +315,11 @@ def aggregate(
     Args:
         loss_BT: [B, T] per-token losses.
         mask_BT: [B, T] mask; fully masked trajectories do not count.
-        mode: `token_mean`, sum / tokens; `seq_mean_token_sum`, sum / trajectories;
+        mode: `token_mean`, sum / unmasked tokens; `seq_mean_token_sum`, sum / trajectories;
             `seq_mean_token_mean`, sum of the trajectories' means / trajectories; `seq_sum_norm`,
             sum / T.
-        denominator: divisor counted over the whole batch, if `loss_BT` is a shard of it; None
-            counts it here.
+        denominator: `loss_denominator` of the whole batch, if `loss_BT` is a shard of it; None to
+            compute it from `mask_BT`.
     """
     check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
     if denominator is None:
@@ -312,8 +334,11 @@ def aggregate(
 def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
     """Return the divisor of `aggregate` for this mask, 0-d float32, at least 1.
 
-    The counts of shards add up to that of the batch, except for `seq_sum_norm`, where the divisor
+    The divisors of shards add up to that of the batch, except for `seq_sum_norm`, where the divisor
     is the padded length T.
+
+    Raises:
+        ValueError: the mode is unknown.
     """
     match mode:
         case "token_mean":
@@ -333,17 +358,17 @@ def _masked_terms(
     advantage_BT: torch.Tensor,
     mask_BT: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mask as bool, the log-ratio and the advantage, both 0 where masked, [B, T]."""
+    """Return the bool mask, the log-ratio and the advantage, the last two 0 where masked."""
     check_same_shape(
         logp_BT=logp_BT, old_logp_BT=old_logp_BT, advantage_BT=advantage_BT, mask_BT=mask_BT
     )
-    on_BT = mask_BT.bool()
-    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, on_BT)
-    return on_BT, log_ratio_BT, zero_masked(advantage_BT.to(log_ratio_BT.dtype), on_BT)
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, mask_BT)
+    return mask_BT, log_ratio_BT, zero_masked(advantage_BT.to(log_ratio_BT.dtype), mask_BT)
 
 
 def _turn_means(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Return the mean of `x_BT`, 0 where masked, over each unmasked token's turn, [B, T]."""
+    """Return the mean of `x_BT` over the turn of each unmasked token; `x_BT` is 0 where masked."""
     turn_BT = number_turns(mask_BT).clamp(min=0)
     total_BT = torch.zeros_like(x_BT).scatter_add(1, turn_BT, x_BT)
     count_BT = torch.zeros_like(x_BT).scatter_add(1, turn_BT, mask_BT.to(x_BT.dtype))
@@ -353,6 +378,7 @@ def _turn_means(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 def _clipped_ratio(
     ratio_BT: torch.Tensor, clip_low: float, clip_high: float, *, balanced: bool
 ) -> torch.Tensor:
+    """Return clip(r), with AEPO's upper bound, which keeps a gradient, if `balanced`."""
     if not balanced:
         return ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     above_BT = (1 + clip_high) * ratio_BT / ratio_BT.detach()
@@ -361,17 +387,27 @@ def _clipped_ratio(
 
 def _surrogate(
     ratio_BT: torch.Tensor,
-    bounded_BT: torch.Tensor,
-    weight_BT: torch.Tensor,
+    clipped_ratio_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
     clip_dual: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the pessimistic loss, and where the clip range and the dual clip were active."""
-    plain_BT = -weight_BT * ratio_BT
-    bound_BT = -weight_BT * bounded_BT
-    loss_BT = torch.maximum(plain_BT, bound_BT)
-    lower_BT = torch.zeros_like(weight_BT, dtype=torch.bool)
+    """Return max(-A r, -A clip(r)) with the dual clip, and the masks of where each clip is active.
+
+    Args:
+        ratio_BT: [B, T] ratios, or [B, 1] of trajectories.
+        clipped_ratio_BT: The ratios after the clip range, of the same shape.
+        advantage_BT: [B, T] advantages.
+        clip_dual: ratio c > 1 of the dual clip; None for no dual clip.
+
+    Returns:
+        The loss, and [B, T] bool masks for the clip range and for the dual clip.
+    """
+    unclipped_loss_BT = -advantage_BT * ratio_BT
+    clipped_loss_BT = -advantage_BT * clipped_ratio_BT
+    loss_BT = torch.maximum(unclipped_loss_BT, clipped_loss_BT)
+    is_dual_clipped_BT = torch.zeros_like(advantage_BT, dtype=torch.bool)
     if clip_dual is not None:
-        ceiling_BT = -weight_BT * clip_dual
-        lower_BT = (weight_BT < 0) & (loss_BT > ceiling_BT)
-        loss_BT = torch.where(lower_BT, ceiling_BT, loss_BT)
-    return loss_BT, bound_BT > plain_BT, lower_BT
+        ceiling_BT = -advantage_BT * clip_dual
+        is_dual_clipped_BT = (advantage_BT < 0) & (loss_BT > ceiling_BT)
+        loss_BT = torch.where(is_dual_clipped_BT, ceiling_BT, loss_BT)
+    return loss_BT, clipped_loss_BT > unclipped_loss_BT, is_dual_clipped_BT

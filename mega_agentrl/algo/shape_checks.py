@@ -20,10 +20,10 @@ def check_rank(**tensors: torch.Tensor) -> None:
         suffix = name.rpartition("_")[2]
         if tensor.ndim != len(suffix):
             others = [other for other in tensors if other != name]
-            beside = f"; beside it {_format_shapes(tensors, others)}" if others else ""
+            context = f"; the other tensors are {_format_shapes(tensors, others)}" if others else ""
             raise ValueError(
                 f"{name}: got shape {tuple(tensor.shape)}, expected {len(suffix)} axes "
-                f"[{', '.join(suffix)}]{beside}"
+                f"[{', '.join(suffix)}]{context}"
             )
 
 
@@ -41,8 +41,8 @@ def check_same_rows(row_B: torch.Tensor, grid_BT: torch.Tensor) -> None:
     check_rank(row_B=row_B, grid_BT=grid_BT)
     if row_B.shape[0] != grid_BT.shape[0]:
         raise ValueError(
-            f"expected as many rows in both, got [B] {tuple(row_B.shape)} "
-            f"and [B, T] {tuple(grid_BT.shape)}"
+            f"expected equal numbers of rows, got a [B] tensor of shape {tuple(row_B.shape)} "
+            f"and a [B, T] tensor of shape {tuple(grid_BT.shape)}"
         )
 
 

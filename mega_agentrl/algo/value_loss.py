@@ -6,8 +6,8 @@ the value clip follows its authors' code):
     V_clip = clamp(V, V_old - c, V_old + c)
     loss   = 1/2 max((V - R)^2, (V_clip - R)^2)
 
-A value that has already moved by more than c towards the return gets no gradient; one that moved
-away from it keeps the full gradient. `policy_loss.aggregate` reduces the loss to one number.
+A value that has already moved by more than c towards the return gets no gradient; a value that
+moved away from it keeps the full gradient. `policy_loss.aggregate` reduces the loss to one number.
 
 B trajectories, T response positions, float32.
 """
@@ -35,7 +35,7 @@ def clipped_value_loss(
         old_value_BT: [B, T] values at the start of the update.
         return_BT: [B, T] target returns.
         mask_BT: [B, T] mask.
-        clip: clip width c in units of the reward; infinity for none.
+        clip: clip width c in units of the reward; infinity for no clip.
 
     Returns:
         The loss, and `value_clipfrac`, the fraction of unmasked positions where the clip was
@@ -44,15 +44,15 @@ def clipped_value_loss(
     check_same_shape(
         value_BT=value_BT, old_value_BT=old_value_BT, return_BT=return_BT, mask_BT=mask_BT
     )
-    on_BT = mask_BT.bool()
-    new_BT = zero_masked(value_BT.float(), on_BT)
-    old_BT = zero_masked(old_value_BT.float(), on_BT)
-    target_BT = zero_masked(return_BT.float(), on_BT)
+    mask_BT = mask_BT.bool()
+    new_BT = zero_masked(value_BT.float(), mask_BT)
+    old_BT = zero_masked(old_value_BT.float(), mask_BT)
+    target_BT = zero_masked(return_BT.float(), mask_BT)
     bounded_BT = torch.minimum(torch.maximum(new_BT, old_BT - clip), old_BT + clip)
-    plain_BT = (new_BT - target_BT).square()
+    unclipped_BT = (new_BT - target_BT).square()
     clipped_BT = (bounded_BT - target_BT).square()
-    clipfrac = masked_mean((clipped_BT > plain_BT).float(), on_BT)
-    return 0.5 * torch.maximum(plain_BT, clipped_BT), {"value_clipfrac": clipfrac.detach()}
+    clipfrac = masked_mean((clipped_BT > unclipped_BT).float(), mask_BT)
+    return 0.5 * torch.maximum(unclipped_BT, clipped_BT), {"value_clipfrac": clipfrac.detach()}
 
 
 def explained_variance(
@@ -60,13 +60,13 @@ def explained_variance(
 ) -> torch.Tensor:
     """Return 1 - Var(return - value) / Var(return) over unmasked positions, 0-d float64.
 
-    1 is a perfect critic, 0 one that predicts the mean, below 0 a worse one. NaN if the returns do
-    not vary.
+    The result is 1 for a perfect critic, 0 for one that predicts the mean return and negative for a
+    worse one; NaN if the returns do not vary.
     """
     check_same_shape(value_BT=value_BT, return_BT=return_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
-    return_N, error_N = return_BT[on_BT].double(), (return_BT - value_BT)[on_BT].double()
+    mask_BT = mask_BT.bool()
+    return_N, error_N = return_BT[mask_BT].double(), (return_BT - value_BT)[mask_BT].double()
     if return_N.numel() == 0:
         return return_N.new_full((), torch.nan)
-    share = 1.0 - error_N.var(correction=0) / return_N.var(correction=0)
-    return torch.where(return_N.amax() > return_N.amin(), share, torch.nan)
+    explained = 1.0 - error_N.var(correction=0) / return_N.var(correction=0)
+    return torch.where(return_N.amax() > return_N.amin(), explained, torch.nan)
