@@ -1,12 +1,14 @@
-"""APPO: credit for the decision points of a tree (arXiv 2606.12384), as released and with values.
+"""APPO: credit for the branching points of a rollout tree (arXiv 2606.12384), as released.
 
-The paper scales a token's advantage by how much likelier the policy finds what follows it than the
-policy that sampled it, the "future value". The released code has this factor in its loss
-(`policy_loss.future_kl`), and chooses where to branch by comparing the trainer's log-probs with the
-engine's before the update, when both have the same weights: what it calls a value there is their
-numerical mismatch (`mismatch_value`). `dual_group` is the release's estimate from two groups of
-rewards. The estimator `appo` replaces the mismatch by the gain in value along the tree
-(`tree_credit.fork_advantages`), which is our own reading of what the value should tell.
+The paper scales a token's advantage by a "future value": how much more probable the tokens after it
+are under the current policy than under the policy that sampled them. The released code has this
+factor in its loss (`policy_loss.future_kl`). It also chooses branching points by a value, which
+compares the trainer's log-probs with the engine's before the update. Both have the same weights
+then, so this value is only their numerical mismatch (`mismatch_value`). `dual_group` is the
+released estimate of advantages from two groups of rewards, of initial trajectories and of forks.
+
+The estimator `appo` (`train.estimators.tree`) is this project's own variant: it replaces the
+mismatch by the gain in value along the tree (`tree_credit.fork_advantages`).
 
 L leaves, that is trajectories; N nodes; B rows; T response positions.
 """
@@ -31,8 +33,15 @@ def mismatch_value(
 ) -> torch.Tensor:
     """Return exp(sum_{j >= t} gamma^(j - t) (train_logp_j - rollout_logp_j)), [B, T].
 
-    It is clamped to [1, 1 + bound], the released setting, and 1 where masked. Masked tokens do not
-    discount; in the released code they do.
+    The result is clamped to [1, 1 + bound], as in the released code, and 1 where masked. Masked
+    tokens do not discount; in the released code they do.
+
+    Args:
+        train_logp_BT: [B, T] log-probs of the sampled tokens from the trainer, nats.
+        rollout_logp_BT: [B, T] log-probs of the same tokens from the engine, nats.
+        mask_BT: [B, T] mask.
+        gamma: discount per unmasked token.
+        bound: largest excess of the value over 1.
     """
     check_same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
     log_ratio_BT = masked_log_ratio(train_logp_BT, rollout_logp_BT, mask_BT)
@@ -49,11 +58,11 @@ def dual_group(
     leaf_node_L: torch.Tensor,
     parent_N: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantage of each leaf, [L], and what the forks add to each node, [N].
+    """Return the advantage of each leaf, [L], and an amount to add to each node's tokens, [N].
 
-    The rewards of a prompt's first trajectories are normalised among themselves, and so are those
-    of its forks (mean 0, biased std 1). A fork is not trained on: its advantage is 0. The mean of
-    the forks below a node is added to the advantages of the tokens in it.
+    The rewards of a prompt's initial trajectories and those of its forks are normalised separately,
+    to mean 0 and biased std 1 (`advantage.group_z_score`). A fork is not trained on: its advantage
+    is 0. The amount of a node is the mean normalised reward of the forks below it.
 
     Args:
         reward_L: [L] reward of each leaf.
@@ -73,9 +82,9 @@ def dual_group(
     score_L = group_z_score(reward_L, 2 * prompt_L + is_fork_L)
     total_N = torch.zeros_like(parent_N, dtype=torch.float64)
     count_N = torch.zeros_like(total_N)
-    for on_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
-        is_fork_M = is_fork_L[on_L].double()
-        total_N = total_N.index_add(0, node_M, score_L[on_L] * is_fork_M)
+    for has_node_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
+        is_fork_M = is_fork_L[has_node_L].double()
+        total_N = total_N.index_add(0, node_M, score_L[has_node_L] * is_fork_M)
         count_N = count_N.index_add(0, node_M, is_fork_M)
     added_N = total_N / count_N.clamp(min=1)
     return score_L.where(~is_fork_L, 0.0).to(reward_L.dtype), added_N.to(reward_L.dtype)

@@ -2,10 +2,11 @@
 
 The leaves' rewards are normalised over the tree, and the value of a turn is the mean of its
 children's values, weighted by the softmax of their entropies. The paper uses the value itself as
-the turn's advantage. Weights, normalisation and the choice of the value are those of the code that
-was released with the paper, with its published settings.
+the turn's advantage. The weights, the normalisation and the use of the value as the advantage are
+those of the code that was released with the paper, with the published settings.
 
-L leaves, that is trajectories; N nodes.
+L leaves, that is trajectories; N nodes; M leaves with a node at some depth; C nodes at this depth
+that have a parent.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def at2po(
     parent_N: torch.Tensor,
     entropy_N: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the value of each node, [N], 0 for nodes without a leaf below.
+    """Return the value of each node, [N], 0 for nodes without a leaf below them.
 
-    Leaves have (r - mean) / (std + 1e-6), with the biased std of all leaves of the prompt, and a
-    node has sum_c softmax(H)_c V_c over its children c. A turn that is not the first one after a
-    fork has the value of the next one, so nodes may hold several turns (`tree_credit.token_tree`);
-    their entropy is then that of the first.
+    The value of a leaf is (r - mean) / (std + 1e-6), with the biased std of all leaves of the
+    prompt, and that of a node is sum_c softmax(H)_c V_c over its children c. A turn that is not
+    followed by a fork has the value of the next turn, so a node may hold several turns
+    (`tree_credit.token_tree`); its entropy is then that of the first turn.
 
-    In the paper only turns without children are leaves. Here a leaf may end in a node that others
-    continue; it counts as a child with entropy 0.
+    In the paper only turns without children are leaves. Here a leaf may end in a node that other
+    trajectories continue; the leaf then counts as a child with entropy 0.
 
     Args:
         reward_L: [L] reward of each leaf.
@@ -49,13 +50,13 @@ def at2po(
     check_nodes(leaf_node_L, parent_N)
     weight_N = entropy_N.double().exp()
     total_N = torch.zeros_like(weight_N).index_add(0, leaf_node_L, group_z_score(reward_L, group_L))
-    norm_N = torch.zeros_like(weight_N).index_add(
+    weight_sum_N = torch.zeros_like(weight_N).index_add(
         0, leaf_node_L, torch.ones_like(leaf_node_L, dtype=torch.float64)
     )
     for _, node_M in reversed(list(ancestors_from_roots(leaf_node_L, parent_N))):
         child_C = torch.unique(node_M)
         child_C = child_C[parent_N[child_C] >= 0]
-        value_C = total_N[child_C] / norm_N[child_C]
+        value_C = total_N[child_C] / weight_sum_N[child_C]
         total_N = total_N.index_add(0, parent_N[child_C], weight_N[child_C] * value_C)
-        norm_N = norm_N.index_add(0, parent_N[child_C], weight_N[child_C])
-    return (total_N / norm_N.where(norm_N > 0, 1.0)).to(reward_L.dtype)
+        weight_sum_N = weight_sum_N.index_add(0, parent_N[child_C], weight_N[child_C])
+    return (total_N / weight_sum_N.where(weight_sum_N > 0, 1.0)).to(reward_L.dtype)

@@ -4,13 +4,13 @@ The inference engine and the trainer run different kernels and, in asynchronous 
 weights, so their log-probs of the same tokens differ. The weight of a token is the ratio
 
     w_t = exp(train_logp_t - rollout_logp_t)           level `token`
-    w   = exp(sum of the exponent over the trajectory) level `sequence`, the same for each token
+    w   = exp(sum_t (train_logp_t - rollout_logp_t))   level `sequence`, the same for all tokens
 
-bounded by `cap`: mode `truncated` takes min(w, cap) (truncated importance sampling), mode `masked`
-sets w = 0 above the cap. The weights carry no gradient and multiply the token's loss.
+bounded by `cap`: mode `truncated` takes min(w, cap) (truncated importance sampling, Ionides 2008),
+mode `masked` sets w = 0 above the cap. The weights carry no gradient and multiply the token's loss.
 `logprob_mismatch` measures how much the two policies differ.
 
-B trajectories, T response positions, log-probs in nats.
+B trajectories, T response positions, R rows of a chunk; log-probs in nats.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ def importance_weights(
     Returns:
         The weights, and the metrics of `logprob_mismatch` plus `weight_mean` (after the cap) and
         `capped_fraction`, the fraction of tokens whose ratio was above the cap.
+
+    Raises:
+        ValueError: level, mode or cap is unknown or out of range.
     """
     check_same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
     if level not in LEVELS or mode not in MODES or cap <= 0:
@@ -59,26 +62,28 @@ def importance_weights(
             f"importance_weights: got level={level}, mode={mode}, cap={cap}; expected a level of "
             f"{', '.join(LEVELS)}, a mode of {', '.join(MODES)} and a cap above 0"
         )
-    bound = cap if mode == "truncated" else 0.0
+    capped_weight = cap if mode == "truncated" else 0.0
     weights, sums, weight_sums = [], [], []
     for train_RT, rollout_RT, mask_RT in row_chunks(train_logp_BT, rollout_logp_BT, mask_BT):
-        on_RT = mask_RT.bool()
-        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), on_RT)
+        mask_RT = mask_RT.bool()
+        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), mask_RT)
         token_ratio_RT = bounded_exp(log_ratio_RT)
-        prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, on_RT)
-        sums.append(_mismatch_sums(log_ratio_RT, token_ratio_RT, prob_diff_RT, on_RT))
+        prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, mask_RT)
+        sums.append(_mismatch_sums(log_ratio_RT, token_ratio_RT, prob_diff_RT, mask_RT))
         ratio_RT = token_ratio_RT
         if level == "sequence":
             ratio_RT = bounded_exp(log_ratio_RT.sum(1, keepdim=True))
-        above_RT = (ratio_RT > cap) & on_RT
-        weights.append(torch.where(above_RT, bound, torch.where(on_RT, ratio_RT, 0.0)))
-        weight_sums.append(torch.stack([_sum_float64(weights[-1]), _sum_float64(above_RT)]))
+        is_capped_RT = (ratio_RT > cap) & mask_RT
+        weights.append(
+            torch.where(is_capped_RT, capped_weight, torch.where(mask_RT, ratio_RT, 0.0))
+        )
+        weight_sums.append(torch.stack([_sum_float64(weights[-1]), _sum_float64(is_capped_RT)]))
     weight_BT = torch.cat(weights)
-    weight_sum, num_above = torch.stack(weight_sums).sum(0).to(weight_BT.dtype)
+    weight_sum, num_capped = torch.stack(weight_sums).sum(0).to(weight_BT.dtype)
     num_tokens = mask_BT.bool().sum().clamp(min=1)
     return weight_BT, _mismatch_metrics(sums, weight_BT.dtype) | {
         "weight_mean": weight_sum / num_tokens,
-        "capped_fraction": num_above / num_tokens,
+        "capped_fraction": num_capped / num_tokens,
     }
 
 
@@ -98,10 +103,10 @@ def logprob_mismatch(
     check_same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
     sums = []
     for train_RT, rollout_RT, mask_RT in row_chunks(train_logp_BT, rollout_logp_BT, mask_BT):
-        on_RT = mask_RT.bool()
-        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), on_RT)
-        prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, on_RT)
-        sums.append(_mismatch_sums(log_ratio_RT, bounded_exp(log_ratio_RT), prob_diff_RT, on_RT))
+        mask_RT = mask_RT.bool()
+        log_ratio_RT = masked_log_ratio(train_RT.detach(), rollout_RT.detach(), mask_RT)
+        prob_diff_RT = _prob_abs_diff(train_RT, rollout_RT, mask_RT)
+        sums.append(_mismatch_sums(log_ratio_RT, bounded_exp(log_ratio_RT), prob_diff_RT, mask_RT))
     return _mismatch_metrics(sums, log_ratio_RT.dtype)
 
 
@@ -113,16 +118,16 @@ def _mismatch_sums(
     log_ratio_RT: torch.Tensor,
     ratio_RT: torch.Tensor,
     prob_diff_RT: torch.Tensor,
-    on_RT: torch.Tensor,
+    mask_RT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the [9] float64 sums over some rows that `_mismatch_metrics` combines.
+    """Return the [9] float64 statistics of a chunk of rows that `_mismatch_metrics` combines.
 
-    The last two are maxima. A masked position has log-ratio 0, ratio 1 and probability difference
-    0.
+    The first seven are sums, the last two maxima. At a masked position the log-ratio is 0, the
+    ratio 1 and the difference of the probabilities 0.
     """
     abs_log_ratio_RT = log_ratio_RT.abs()
-    num_tokens = _sum_float64(on_RT)
-    num_masked = on_RT.numel() - num_tokens
+    num_tokens = _sum_float64(mask_RT)
+    num_masked = mask_RT.numel() - num_tokens
     return torch.stack(
         [
             num_tokens,
@@ -143,15 +148,16 @@ def _max_float64(values_RT: torch.Tensor) -> torch.Tensor:
 
 
 def _mismatch_metrics(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    table = torch.stack(sums)
+    """Return the metrics of `logprob_mismatch` from the statistics of all chunks."""
+    statistics = torch.stack(sums)
     num_tokens, abs_log_ratio, log_ratio, ratio, squares, prob_diff, prob_diff_squares, _, _ = (
-        table.sum(0)
+        statistics.sum(0)
     )
     count = num_tokens.clamp(min=1)
     ess = ratio.square() / (count * squares)
     # The two terms nearly cancel: rounding can make the difference negative even in float64.
     variance = (prob_diff_squares / count - (prob_diff / count).square()).clamp(min=0)
-    logp_max, prob_max = table[:, -2:].amax(0)
+    logp_max, prob_max = statistics[:, -2:].amax(0)
     metrics = {
         "logp_mean_abs": abs_log_ratio / count,
         "logp_max_abs": logp_max,
@@ -167,10 +173,10 @@ def _mismatch_metrics(sums: list[torch.Tensor], dtype: torch.dtype) -> dict[str,
 
 
 def _prob_abs_diff(
-    train_logp_BT: torch.Tensor, rollout_logp_BT: torch.Tensor, on_BT: torch.Tensor
+    train_logp_BT: torch.Tensor, rollout_logp_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> torch.Tensor:
     """Return the absolute difference of the probabilities without gradient, 0 where masked."""
     rollout_BT, train_BT = (
         upcast(logp_BT.detach()).exp() for logp_BT in (rollout_logp_BT, train_logp_BT)
     )
-    return zero_masked((rollout_BT - train_BT).abs(), on_BT)
+    return zero_masked((rollout_BT - train_BT).abs(), mask_BT)

@@ -41,10 +41,13 @@ def egpo(
 
     Args:
         advantage_B: [B] GRPO advantage.
-        cot_entropy_B: [B] nats, from `cot_entropy`.
-        lam: weight of the bonus. At or above `alpha` advantages may change their sign, which is not
-            checked here.
-        alpha: divisor of the bound on the entropy.
+        cot_entropy_B: [B] mean entropy of the chain of thought in nats, from `cot_entropy`.
+        lam: weight of the bonus, at least 0. If it is at least `alpha`, advantages may change their
+            sign; this is not checked here.
+        alpha: divisor of the bound on the entropy, above 0.
+
+    Raises:
+        ValueError: `lam` or `alpha` is out of range.
     """
     check_same_shape(advantage_B=advantage_B, cot_entropy_B=cot_entropy_B)
     if alpha <= 0 or lam < 0:
@@ -58,7 +61,7 @@ def cot_entropy(entropy_BT: torch.Tensor | None, cot_BT: torch.Tensor) -> torch.
     """Return the mean entropy over the chain of thought in nats, 0 if it is empty, [B].
 
     Args:
-        entropy_BT: [B, T] entropies of the current policy, from the log-prob pass.
+        entropy_BT: [B, T] token entropies of the current policy in nats, from the log-prob pass.
         cot_BT: [B, T] result of `cot_mask`.
 
     Raises:
@@ -74,7 +77,7 @@ def cot_entropy(entropy_BT: torch.Tensor | None, cot_BT: torch.Tensor) -> torch.
     if not bool(mean_B.isfinite().all()):
         bad = int((~mean_B.isfinite()).sum())
         raise ValueError(
-            f"entropy_BT: got entropies that are not finite in the reasoning of {bad} of "
+            f"entropy_BT: got entropies that are not finite in the chain of thought of {bad} of "
             f"{len(mean_B)} trajectories, expected finite ones; probable cause: missing "
             "entropies filled with NaN"
         )
@@ -107,12 +110,12 @@ def cot_mask(
     if blocks not in COT_BLOCKS:
         raise ValueError(f"blocks={blocks}: expected one of {', '.join(COT_BLOCKS)}")
 
-    def rows(token_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
-        on_RT = mask_RT.bool()
-        turn_RT = _turn_index(on_RT) if blocks == "all" else torch.zeros_like(token_RT)
-        return on_RT & _in_cot_block(token_RT, on_RT, turn_RT, start, end)
+    def cot_mask_of_rows(token_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+        mask_RT = mask_RT.bool()
+        turn_RT = _turn_index(mask_RT) if blocks == "all" else torch.zeros_like(token_RT)
+        return mask_RT & _in_cot_block(token_RT, mask_RT, turn_RT, start, end)
 
-    return map_row_chunks(rows, token_BT.long(), mask_BT)
+    return map_row_chunks(cot_mask_of_rows, token_BT.long(), mask_BT)
 
 
 def _marker_ids(name: str, marker: int | Sequence[int]) -> tuple[int, ...]:
@@ -125,46 +128,54 @@ def _marker_ids(name: str, marker: int | Sequence[int]) -> tuple[int, ...]:
     return ids
 
 
-def _turn_index(on_RT: torch.Tensor) -> torch.Tensor:
-    """Return the turn index from 0, [R, T]; masked positions count to the turn before them."""
-    first_RT = on_RT & ~shift(on_RT, 1)
-    return (first_RT.cumsum(1) - 1).clamp(min=0)
+def _turn_index(mask_RT: torch.Tensor) -> torch.Tensor:
+    """Return the turn index from 0, [R, T]; masked positions belong to the turn before them."""
+    is_start_RT = mask_RT & ~shift(mask_RT, 1)
+    return (is_start_RT.cumsum(1) - 1).clamp(min=0)
 
 
 def _in_cot_block(
     token_RT: torch.Tensor,
-    on_RT: torch.Tensor,
+    mask_RT: torch.Tensor,
     turn_RT: torch.Tensor,
     start: tuple[int, ...],
     end: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return whether each position lies in the block of its turn, [R, T] bool."""
+    """Return whether each position lies in the block of its turn, [R, T] bool.
+
+    Args:
+        token_RT: [R, T] token ids.
+        mask_RT: [R, T] bool mask of the sampled tokens.
+        turn_RT: [R, T] index of each position's turn; all 0 to treat a row as one turn.
+        start: token ids of the start marker.
+        end: token ids of the end marker.
+    """
     width = token_RT.shape[1]
     position_T = torch.arange(width, device=token_RT.device)
     num_turns = int(turn_RT.amax()) + 1 if turn_RT.numel() else 1
 
-    def first_of_turn(there_RT: torch.Tensor) -> torch.Tensor:
-        """The first marked position of the turn, for each of its positions; T for none."""
-        place_RT = torch.where(there_RT, position_T, width)
+    def first_in_turn(is_marker_RT: torch.Tensor) -> torch.Tensor:
+        """Return the position of the first marker in each position's turn; T if it has none."""
+        marker_RT = torch.where(is_marker_RT, position_T, width)
         if num_turns == 1:
-            least_R1 = torch.nn.functional.pad(place_RT, (0, 1), value=width).amin(1, keepdim=True)
-            return least_R1.expand_as(turn_RT)
-        empty_RS = place_RT.new_full((len(place_RT), num_turns), width)
-        return empty_RS.scatter_reduce(1, turn_RT, place_RT, "amin").gather(1, turn_RT)
+            first_R1 = torch.nn.functional.pad(marker_RT, (0, 1), value=width).amin(1, keepdim=True)
+            return first_R1.expand_as(turn_RT)
+        empty_RS = marker_RT.new_full((len(marker_RT), num_turns), width)
+        return empty_RS.scatter_reduce(1, turn_RT, marker_RT, "amin").gather(1, turn_RT)
 
-    open_RT = first_of_turn(_marker_starts(token_RT, on_RT, start))
-    opened_RT = open_RT < width
-    begin_RT = torch.where(opened_RT, open_RT + len(start), 0)
-    close_RT = first_of_turn(_marker_starts(token_RT, on_RT, end) & (position_T >= begin_RT))
-    found_RT = opened_RT | (close_RT < width)
-    return found_RT & (position_T >= begin_RT) & (position_T < close_RT)
+    open_RT = first_in_turn(_marker_starts(token_RT, mask_RT, start))
+    has_start_RT = open_RT < width
+    begin_RT = torch.where(has_start_RT, open_RT + len(start), 0)
+    close_RT = first_in_turn(_marker_starts(token_RT, mask_RT, end) & (position_T >= begin_RT))
+    has_block_RT = has_start_RT | (close_RT < width)
+    return has_block_RT & (position_T >= begin_RT) & (position_T < close_RT)
 
 
 def _marker_starts(
-    token_RT: torch.Tensor, on_RT: torch.Tensor, marker: tuple[int, ...]
+    token_RT: torch.Tensor, mask_RT: torch.Tensor, marker: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return where a marker starts that the policy sampled completely, [R, T] bool."""
-    there_RT = torch.ones_like(on_RT)
-    for place, token in enumerate(marker):
-        there_RT = there_RT & shift((token_RT == token) & on_RT, -place)
-    return there_RT
+    """Return where a marker starts of which the policy sampled every token, [R, T] bool."""
+    is_start_RT = torch.ones_like(mask_RT)
+    for offset, token in enumerate(marker):
+        is_start_RT = is_start_RT & shift((token_RT == token) & mask_RT, -offset)
+    return is_start_RT

@@ -22,7 +22,9 @@ from mega_agentrl.algo.masking import EXPONENT_BOUND, upcast, zero_masked
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 K3_BOUND = 10.0
+"""Largest absolute value of k3, in nats."""
 ADAPTIVE_ERROR_BOUND = 0.2
+"""Largest relative error of the KL that `update` acts on."""
 
 
 def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> torch.Tensor:
@@ -34,6 +36,9 @@ def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> t
         logp_BT: [B, T] log-probs under the policy.
         ref_logp_BT: [B, T] log-probs under the reference.
         kind: `k1`, `abs`, `k2` or `k3`.
+
+    Raises:
+        ValueError: `kind` is unknown.
     """
     check_same_shape(logp_BT=logp_BT, ref_logp_BT=ref_logp_BT)
     gap_BT = upcast(logp_BT) - upcast(ref_logp_BT)
@@ -55,7 +60,7 @@ def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> t
 def apply_kl_penalty(
     reward_BT: torch.Tensor, kl_BT: torch.Tensor, mask_BT: torch.Tensor, *, coef: float
 ) -> torch.Tensor:
-    """Return reward - coef * KL on unmasked tokens, 0 elsewhere, [B, T]; without gradient."""
+    """Return reward - coef * KL without gradient, 0 where masked, [B, T]."""
     check_same_shape(reward_BT=reward_BT, kl_BT=kl_BT, mask_BT=mask_BT)
     return zero_masked((reward_BT - coef * kl_BT).detach(), mask_BT)
 
@@ -80,7 +85,13 @@ class AdaptiveKL:
 
 
 def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
-    """Return the state after `num_steps` optimizer steps with a mean KL in nats per token."""
+    """Return the state after some optimizer steps.
+
+    Args:
+        state: state before these steps.
+        observed_kl: mean KL over the steps, nats per token.
+        num_steps: number of optimizer steps.
+    """
     error = observed_kl / state.target - 1
     bounded = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
     return replace(state, coef=state.coef * (1 + bounded * num_steps / state.horizon))

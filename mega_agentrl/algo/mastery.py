@@ -1,11 +1,12 @@
-"""Track the prompts that the policy has mastered, so that the sampler may skip them (ARES option).
+"""Tracks the prompts that the policy has mastered, so that the sampler may skip them (ARES option).
 
-A prompt is mastered if all its trajectories were correct in two visits in a row and the mean token
-entropy of the last visit is in the lowest fifth of all prompts seen. A mastered prompt is skipped,
-but revisited with probability 0.1 per epoch; the draw depends only on seed, epoch and prompt. A
-visit that is not all correct ends the mastery.
+A visit is one group of trajectories of a prompt. A prompt is mastered if all its trajectories were
+correct in two visits in a row and the mean token entropy of the last visit is in the lowest fifth
+of all visited prompts. A mastered prompt is skipped, but visited again with probability 0.1 per
+epoch; the draw depends only on seed, epoch and prompt. If a trajectory of a visit is wrong, the
+prompt is no longer mastered.
 
-`MasteryState` is a value that checkpoints store.
+Checkpoints store `MasteryState`. B trajectories.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ import torch
 from mega_agentrl.algo.shape_checks import check_same_shape
 
 MIN_CORRECT_VISITS = 2
+"""Visits in a row with only correct trajectories after which a prompt can be mastered."""
 LOW_ENTROPY_QUANTILE = 0.2
+"""Quantile of the prompts' entropies that a mastered prompt does not exceed."""
 REVISIT_PROBABILITY = 0.1
+"""Probability per epoch that a mastered prompt is not skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +65,11 @@ def update(
     Args:
         state: state before the visit.
         prompt_ids: prompt of each of the B trajectories; equal ids form a group.
-        correct_B: [B] bool or 0/1.
-        entropy_B: [B] mean token entropy, nats.
+        correct_B: [B] bool or 0/1, whether each trajectory is correct.
+        entropy_B: [B] mean token entropy of each trajectory, nats.
+
+    Raises:
+        ValueError: the numbers of trajectories differ.
     """
     check_same_shape(correct_B=correct_B, entropy_B=entropy_B)
     if len(prompt_ids) != len(correct_B):
@@ -70,12 +77,12 @@ def update(
             f"mastery: got {len(prompt_ids)} prompt_ids and correct_B {tuple(correct_B.shape)}, "
             "expected one id per trajectory"
         )
-    rows: dict[str, list[int]] = {}
-    for row, prompt_id in enumerate(prompt_ids):
-        rows.setdefault(prompt_id, []).append(row)
+    indices_by_prompt: dict[str, list[int]] = {}
+    for index, prompt_id in enumerate(prompt_ids):
+        indices_by_prompt.setdefault(prompt_id, []).append(index)
     streaks, entropies = dict(state.correct_streaks), dict(state.last_entropies)
-    for prompt_id, group_rows in rows.items():
-        all_correct = bool(correct_B[group_rows].bool().all())
+    for prompt_id, indices in indices_by_prompt.items():
+        all_correct = bool(correct_B[indices].bool().all())
         streaks[prompt_id] = streaks.get(prompt_id, 0) + 1 if all_correct else 0
-        entropies[prompt_id] = float(entropy_B[group_rows].double().mean())
+        entropies[prompt_id] = float(entropy_B[indices].double().mean())
     return MasteryState(correct_streaks=streaks, last_entropies=entropies)

@@ -1,14 +1,15 @@
 """Advantages of the nodes of rollout trees, from the rewards of their leaves.
 
-A rollout forks: several trajectories continue one history, which is the same for all of them token
-for token and in the sandbox. A *node* is a run of tokens that the same trajectories share, from one
-fork to the next. The mean reward of the leaves below a node is an unbiased estimate of the value of
-the state at its end, and its difference to that of the parent estimates the advantage of what the
-node added. Methods that group similar states of independent trajectories (GiGPO, arXiv 2505.10978)
-approximate what is exact here.
+At a fork several trajectories continue one history, of which the tokens and the state of the
+sandbox are the same for all of them. A *node* is a run of tokens that the same trajectories share,
+from one fork to the next. The mean reward of the leaves below a node is an unbiased estimate of the
+value of the state at its end, and the difference to the value of the parent estimates the advantage
+of the node's tokens. Methods that group similar states of independent trajectories (GiGPO, arXiv
+2505.10978) approximate what is exact here.
 
-L leaves, that is trajectories; N nodes; B rows; T response positions. Sums run in float64. Results
-carry no gradient and are not whitened.
+L leaves, that is trajectories; N nodes; B rows; T response positions; M unmasked positions, or
+leaves that have a node at some depth. Sums run in float64. Results carry no gradient and are not
+whitened.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenTree:
-    """The nodes of the trees that the rows of a batch are paths of."""
+    """The nodes of the trees whose paths are the rows of a batch."""
 
     node_BT: torch.Tensor
     """[B, T] int64 node of each unmasked token, -1 where masked."""
@@ -41,41 +42,45 @@ class TokenTree:
 
 
 def token_tree(tree_token_BT: torch.Tensor, mask_BT: torch.Tensor) -> TokenTree:
-    """Return the nodes of the trees that rows with common tokens make up.
+    """Return the nodes of the trees that rows with common tokens form.
 
-    A node ends where a row leaves the others, so a node that no row leaves and none joins is never
-    divided. Rows of different prompts must have different tokens.
+    A node is a longest run of unmasked tokens that belong to the same rows: it ends where one of
+    these rows forks off or ends. Rows of different prompts must have different tokens.
 
     Args:
         tree_token_BT: [B, T] integer id of the tree token; equal ids mean the same sampled token.
         mask_BT: [B, T] mask; masked positions belong to no node.
     """
     check_same_shape(tree_token_BT=tree_token_BT, mask_BT=mask_BT)
-    on_BT = mask_BT.bool()
+    mask_BT = mask_BT.bool()
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-    last_BT = torch.where(on_BT, position_T, -1).cummax(1).values
-    before_BT = pad(last_BT[:, :-1], (1, 0), value=-1)
+    # Position of the last unmasked token up to here, and before here; -1 if there is none.
+    last_BT = torch.where(mask_BT, position_T, -1).cummax(1).values
+    previous_BT = pad(last_BT[:, :-1], (1, 0), value=-1)
 
-    _, token_M, count_N = torch.unique(
-        tree_token_BT[on_BT], return_inverse=True, return_counts=True
+    _, token_M, num_rows_of_token = torch.unique(
+        tree_token_BT[mask_BT], return_inverse=True, return_counts=True
     )
-    token_BT = torch.full_like(tree_token_BT, -1, dtype=torch.int64).masked_scatter(on_BT, token_M)
-    num_rows_BT = torch.zeros_like(token_BT).masked_scatter(on_BT, count_N[token_M])
-    # The rows that share a token are among those that share the token before it.
-    is_start_BT = on_BT & (
-        (before_BT < 0) | (num_rows_BT != num_rows_BT.gather(1, before_BT.clamp(min=0)))
+    token_BT = torch.full_like(tree_token_BT, -1, dtype=torch.int64).masked_scatter(
+        mask_BT, token_M
+    )
+    num_rows_BT = torch.zeros_like(token_BT).masked_scatter(mask_BT, num_rows_of_token[token_M])
+    # A new node starts where the number of rows changes: the rows that share a token also share
+    # all tokens before it.
+    is_start_BT = mask_BT & (
+        (previous_BT < 0) | (num_rows_BT != num_rows_BT.gather(1, previous_BT.clamp(min=0)))
     )
     start_BT = torch.where(is_start_BT, position_T, 0).cummax(1).values
-    first_token_M = token_BT.gather(1, start_BT)[on_BT]
-    unique_N, node_M = torch.unique(first_token_M, return_inverse=True)
-    node_BT = torch.full_like(token_BT, -1).masked_scatter(on_BT, node_M)
+    first_token_M = token_BT.gather(1, start_BT)[mask_BT]
+    first_token_N, node_M = torch.unique(first_token_M, return_inverse=True)
+    node_BT = torch.full_like(token_BT, -1).masked_scatter(mask_BT, node_M)
 
-    parent_N = unique_N.new_full((len(unique_N),), -1)
-    parent_BT = torch.where(before_BT < 0, -1, node_BT.gather(1, before_BT.clamp(min=0)))
+    parent_N = first_token_N.new_full((len(first_token_N),), -1)
+    parent_BT = torch.where(previous_BT < 0, -1, node_BT.gather(1, previous_BT.clamp(min=0)))
     parent_N[node_BT[is_start_BT]] = parent_BT[is_start_BT]
-    # Where a row has no token, both are the -1 at its first position.
+    # For a row without unmasked tokens both read position 0, where `node_BT` is -1.
     leaf_node_B = node_BT.gather(1, last_BT[:, -1:].clamp(min=0)).squeeze(1)
-    root_B = node_BT.gather(1, on_BT.int().argmax(1, keepdim=True)).squeeze(1)
+    root_B = node_BT.gather(1, mask_BT.int().argmax(1, keepdim=True)).squeeze(1)
     return TokenTree(node_BT, parent_N, leaf_node_B, root_B)
 
 
@@ -89,29 +94,31 @@ def fork_advantages(
 ) -> torch.Tensor:
     """Return the value of each node less the value of its parent, [N].
 
-    Values are estimated from the roots down. That of a node with n leaves below it, whose mean
+    Values are estimated from the roots down. The value of a node with n leaves below it, whose mean
     reward is m, under a parent of value v, is
 
         v + n / (n + shrinkage) * (m - v)
 
-    and v of a root is the mean reward of all leaves. So a node that few leaves speak for stays
-    close to its parent. Without `shrinkage`, the positive part of the James-Stein estimate takes
-    the place of n / (n + shrinkage), for the k children of one parent (roots are the children of
-    the prompt) whose leaves' rewards have the pooled variance s^2 around their m:
+    where for a root v is the mean reward of all leaves of the prompt. So the value of a node with
+    few leaves stays close to that of its parent. If `shrinkage` is None, the factor n / (n +
+    shrinkage) is replaced by that of the positive-part James-Stein estimate. For the k children of
+    one parent (the roots are the children of the prompt), where s^2 is the pooled variance of the
+    rewards of each child's leaves around the child's m, this factor is
 
         max(0, 1 - (k - 2) / sum_children(n * (m - v)^2 / s^2))
 
-    and 1 where k < 3, or where no child has two leaves and s^2 is unknown. A node without a leaf
-    below has its parent's value.
+    or 1 if k < 3, or if no child has two leaves, because s^2 is then unknown. A node without a leaf
+    below it has the value of its parent.
 
     Args:
         reward_L: [L] reward of each leaf.
-        leaf_node_L: [L] int64 node that each leaf ends in; it may have children, too.
+        leaf_node_L: [L] int64 node that each leaf ends in; the node may have children, too.
         parent_N: [N] int64 parent of each node, -1 for roots.
-        shrinkage: Number of leaves at which a node's value is half its own, at least 0; None for
-            James-Stein's estimate (Efron and Morris, 1973).
-        group_L: [L] prompt of each leaf; all leaves below a root have the same one. None if the
-            trees of one prompt are given.
+        shrinkage: Number of leaves with which the value of a node is halfway between the value of
+            its parent and the mean reward of its leaves, at least 0; None for the James-Stein
+            estimate (Efron and Morris, 1973).
+        group_L: [L] prompt of each leaf; all leaves below a root have the same prompt. None if all
+            leaves belong to one prompt.
 
     Raises:
         ValueError: A shape is wrong, a node does not exist, a parent is its own descendant, or
@@ -122,19 +129,27 @@ def fork_advantages(
     check_same_shape(reward_L=reward_L, leaf_node_L=leaf_node_L, group_L=group_L)
     check_rank(parent_N=parent_N)
     if shrinkage is not None and not shrinkage >= 0:
-        raise ValueError(f"shrinkage={shrinkage}: expected None or a number of leaves from 0")
+        raise ValueError(f"shrinkage={shrinkage}: expected None or at least 0 leaves")
     check_nodes(leaf_node_L, parent_N)
     reward64_L = reward_L.double()
-    family_L, size_L = group_index_and_size(group_L)  # the parent; above the roots, the prompt
-    above_L = group_sum(reward64_L, family_L) / size_L  # the parent's value
+    # The node above the current depth on each leaf's path, and its value; above the roots, those of
+    # the prompt.
+    parent_L, size_L = group_index_and_size(group_L)
+    parent_value_L = group_sum(reward64_L, parent_L) / size_L
     advantage_N = reward64_L.new_zeros(len(parent_N))
-    for on_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
+    for has_node_L, node_M in ancestors_from_roots(leaf_node_L, parent_N):
         advantage_M = _shrunk_differences(
-            reward64_L[on_L], above_L[on_L], node_M, family_L[on_L], shrinkage
+            reward64_L[has_node_L],
+            parent_value_L[has_node_L],
+            node_M,
+            parent_L[has_node_L],
+            shrinkage,
         )
         advantage_N[node_M] = advantage_M
-        above_L = above_L.masked_scatter(on_L, above_L[on_L] + advantage_M)
-        family_L = family_L.masked_scatter(on_L, node_M)
+        parent_value_L = parent_value_L.masked_scatter(
+            has_node_L, parent_value_L[has_node_L] + advantage_M
+        )
+        parent_L = parent_L.masked_scatter(has_node_L, node_M)
     return advantage_N.to(reward_L.dtype)
 
 
@@ -145,10 +160,11 @@ def tree_grpo(
     *,
     norm_by_std: bool = True,
 ) -> torch.Tensor:
-    """Return the sum of the advantages in the leaf's tree and among all trees of its prompt, [L].
+    """Return the sum of a leaf's advantages in its tree and in its prompt, [L].
 
-    Each is (r - mean) / std (Tree-GRPO, arXiv 2509.21240); in a tree with a single leaf there is
-    nothing to compare, and its part is 0.
+    Each advantage is (r - mean) / std, over the leaves of the tree and over all leaves of the
+    prompt (Tree-GRPO, arXiv 2509.21240). The advantage in a tree with a single leaf is 0, because
+    there is nothing to compare.
 
     Args:
         reward_L: [L] reward of each leaf.
@@ -164,31 +180,31 @@ def tree_grpo(
 
 def _shrunk_differences(
     reward_M: torch.Tensor,
-    above_M: torch.Tensor,
+    parent_value_M: torch.Tensor,
     node_M: torch.Tensor,
-    family_M: torch.Tensor,
+    parent_M: torch.Tensor,
     shrinkage: float | None,
 ) -> torch.Tensor:
-    """Return the advantage of each leaf's node at one depth, [M].
+    """Return the advantage of each leaf's node at one depth, [M] float64.
 
     Args:
         reward_M: [M] float64 rewards of the leaves that have a node at this depth.
-        above_M: [M] float64 values of the parents of these nodes.
+        parent_value_M: [M] float64 values of the parents of these nodes.
         node_M: [M] nodes.
-        family_M: [M] parents of the nodes.
+        parent_M: [M] parents of the nodes.
         shrinkage: As in `fork_advantages`.
     """
     index_M, size_M = group_index_and_size(node_M)
     mean_M = group_sum(reward_M, index_M) / size_M
-    difference_M = mean_M - above_M
+    difference_M = mean_M - parent_value_M
     if shrinkage is not None:
         return difference_M * size_M / (size_M + shrinkage)
-    family_M, num_leaves_M = group_index_and_size(family_M)
-    num_children_M = group_sum(1.0 / size_M.double(), family_M).round()
-    spread_M = group_sum((reward_M - mean_M).square(), family_M)
+    parent_index_M, num_leaves_M = group_index_and_size(parent_M)
+    num_children_M = group_sum(1.0 / size_M.double(), parent_index_M).round()
+    spread_M = group_sum((reward_M - mean_M).square(), parent_index_M)
     variance_M = spread_M / (num_leaves_M - num_children_M).clamp(min=1)
-    # The sum over children with weight n is one over leaves.
-    distance_M = group_sum(difference_M.square(), family_M)
+    # A sum over leaves counts every child n times, once for each of its leaves.
+    distance_M = group_sum(difference_M.square(), parent_index_M)
     is_known_M = (num_children_M > 2) & (num_leaves_M > num_children_M) & (distance_M > 0)
     factor_M = 1 - (num_children_M - 2) * variance_M / distance_M.where(is_known_M, 1.0)
     return difference_M * factor_M.clamp(min=0).where(is_known_M, 1.0)
@@ -197,28 +213,38 @@ def _shrunk_differences(
 def ancestors_from_roots(
     leaf_node_L: torch.Tensor, parent_N: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield, by depth, which leaves have an ancestor there, [L], and the ancestors of those, [M].
+    """Yield the ancestors of the leaves at each depth, from the roots down.
+
+    The node that a leaf ends in counts as its last ancestor.
+
+    Args:
+        leaf_node_L: [L] int64 node that each leaf ends in.
+        parent_N: [N] int64 parent of each node, -1 for roots.
+
+    Yields:
+        An [L] bool mask of the leaves with an ancestor at this depth, and the [M] int64 ancestors
+        of these M leaves.
 
     Raises:
         ValueError: A parent is its own descendant.
     """
-    paths: list[torch.Tensor] = []  # ancestors of all leaves by height above the leaf
+    paths: list[torch.Tensor] = []  # [L] ancestors by height above the leaf, -1 above the root
     node_L = leaf_node_L
     while bool((node_L >= 0).any()):
         if len(paths) > len(parent_N):
             raise ValueError("parent_N has a cycle, expected trees")
         paths.append(node_L)
         node_L = torch.where(node_L >= 0, parent_N[node_L.clamp(min=0)], -1)
-    height_L = torch.stack([(path_L >= 0).long() for path_L in paths]).sum(0)
+    num_ancestors_L = torch.stack([(path_L >= 0).long() for path_L in paths]).sum(0)
     path_HL = torch.stack(paths)
     for depth in range(len(paths)):
-        on_L = height_L > depth
-        up_L = (height_L - 1 - depth).clamp(min=0)
-        yield on_L, path_HL.gather(0, up_L.unsqueeze(0)).squeeze(0)[on_L]
+        has_node_L = num_ancestors_L > depth
+        height_L = (num_ancestors_L - 1 - depth).clamp(min=0)
+        yield has_node_L, path_HL.gather(0, height_L.unsqueeze(0)).squeeze(0)[has_node_L]
 
 
 def check_nodes(leaf_node_L: torch.Tensor, parent_N: torch.Tensor) -> None:
-    """Raise `ValueError` unless the node of each leaf and each parent exist."""
+    """Raise `ValueError` unless the node of every leaf and the parent of every node exist."""
     num_nodes = len(parent_N)
     for name, node, low in (("leaf_node_L", leaf_node_L, 0), ("parent_N", parent_N, -1)):
         if node.numel() and not low <= int(node.min()) <= int(node.max()) < num_nodes:
