@@ -10,17 +10,17 @@ medium, hard):
     lambda_d    max(0, lambda_d + .1 (KL_d - eps_d))
     beta_d      kl_coef + lambda_d
 
-So alpha grows if easy and medium prompts are answered with more high-entropy windows than in
-correct answers, and hard ones with fewer. The first batch only initializes targets and threshold. A
-bucket with fewer than 8 trajectories keeps its controllers, and one with fewer than 8 measured KLs
-its lambda.
+So alpha grows if the answers to easy and medium prompts have more high-entropy windows (HWEs) than
+correct answers have, or the answers to hard prompts fewer. The first batch only initializes targets
+and threshold. A bucket with fewer than 8 trajectories keeps its controllers, and a bucket with
+fewer than 8 measured KLs keeps its lambda.
 
 The hyperparameters named `released` select the controllers of ARES's released code, to repeat
 published runs and for comparison. There, the target of a bucket is the batch's mean HWE count,
 rounded half to even, and alpha moves by `alpha_rate` times the mean minus that target (the opposite
 for hard). The difference is at most one half and has no direction, so alpha only follows rounding
-noise. KL, by bucket: the measured mean goes into an EMA (decay .97); with e = ema / .01 - 1, if
-|e| >= .02 and only in every `interval`-th call,
+noise. The KL weight of a bucket is kl_coef beta. The measured mean KL goes into an EMA (decay .97);
+with e = ema / .01 - 1, if |e| >= .02 and only in every `interval`-th call,
 
     error = .97 error + .03 e,    log beta += .05 clip(error, -.2, .2),    beta in [1e-4, 100].
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 ValueT = TypeVar("ValueT")
 
+# Constants of `update_released_kl`, by the names of the module's docstring.
 RELEASED_KL_TARGET = 0.01
 RELEASED_KL_DECAY = 0.97
 RELEASED_KL_RATE = 0.05
@@ -63,10 +64,16 @@ RELEASED_BETA_MIN, RELEASED_BETA_MAX = 1e-4, 100.0
 def update(
     state: AresState, stats: AresStats, hyperparams: AresHyperparams = PAPER_HYPERPARAMS
 ) -> AresState:
-    """Return the state after a step with these statistics, which must not include validation."""
+    """Return the state after a training step.
+
+    Args:
+        state: state before the step.
+        stats: statistics of the step's training rollouts, without validation.
+        hyperparams: constants of the controllers; `released` selects the released ones.
+    """
     code_B = difficulty(stats.correct_B, stats.group_B())
-    difficulty_seen = dict(zip(stats.prompt_ids, code_B.tolist(), strict=True))
-    state = replace(state, difficulty_by_prompt={**state.difficulty_by_prompt, **difficulty_seen})
+    new_codes = dict(zip(stats.prompt_ids, code_B.tolist(), strict=True))
+    state = replace(state, difficulty_by_prompt={**state.difficulty_by_prompt, **new_codes})
     state = update_threshold(state, stats.p95_B, decay=hyperparams.threshold_decay)
     if hyperparams.name == "released":
         return _update_released_buckets(state, stats, code_B, hyperparams)
@@ -88,15 +95,15 @@ def update_threshold(
 
     Args:
         state: state before the batch.
-        p95_B: [B] nats, from `threshold_p95`; NaN rows are ignored, and without other rows the
-            state does not change.
+        p95_B: [B] 95th percentiles in nats, from `threshold_p95`; NaN is ignored, and if all are
+            NaN the state does not change.
         decay: decay of the EMA.
     """
     check_rank(p95_B=p95_B)
-    known_N = p95_B[p95_B.isfinite()].double()
-    if not len(known_N):
+    p95_N = p95_B[p95_B.isfinite()].double()
+    if not len(p95_N):
         return state
-    median = float(known_N.quantile(0.5))
+    median = float(p95_N.quantile(0.5))
     previous = median if state.threshold is None else state.threshold
     return replace(state, threshold=decay * previous + (1 - decay) * median)
 
@@ -132,11 +139,11 @@ def _update_bucket(
 
 
 def _mean_kl(kl_N: torch.Tensor, hyperparams: AresHyperparams) -> float | None:
-    """Return the mean of the measured KLs; None if there are too few."""
-    measured_N = kl_N.isfinite()
-    if int(measured_N.sum()) < hyperparams.min_trajectories:
+    """Return the mean of the measured KLs; None if fewer than `min_trajectories` were measured."""
+    is_measured_N = kl_N.isfinite()
+    if int(is_measured_N.sum()) < hyperparams.min_trajectories:
         return None
-    return bucket_mean(kl_N, measured_N)
+    return bucket_mean(kl_N, is_measured_N)
 
 
 def _update_released_buckets(
@@ -152,7 +159,7 @@ def _update_released_buckets(
     """
     targets, alphas = list(state.targets), list(state.alphas)
     group_B = stats.group_B()
-    measured: dict[int, float] = {}
+    kl_by_code: dict[int, float] = {}
     for code in range(len(DIFFICULTY_NAMES)):
         groups = sorted(set(group_B[code_B == code].tolist()))
         means = [bucket_mean(stats.hwe_B, group_B == group) or 0.0 for group in groups]
@@ -166,8 +173,8 @@ def _update_released_buckets(
             )
         kl = None if stats.kl_B is None else bucket_mean(stats.kl_B, code_B == code)
         if kl is not None:
-            measured[code] = kl
-    controller = update_released_kl(state.released_kl, measured)
+            kl_by_code[code] = kl
+    controller = update_released_kl(state.released_kl, kl_by_code)
     return replace(
         state,
         targets=_as_triple(targets),
@@ -179,7 +186,7 @@ def _update_released_buckets(
 
 def update_released_kl(
     controller: ReleasedKLController,
-    measured: Mapping[int, float],
+    kl_by_code: Mapping[int, float],
     *,
     interval: int = RELEASED_KL_INTERVAL,
 ) -> ReleasedKLController:
@@ -187,13 +194,13 @@ def update_released_kl(
 
     Args:
         controller: controller before the batch.
-        measured: mean KL in nats of the buckets in the batch, by difficulty code.
+        kl_by_code: mean KL of the buckets in the batch in nats per token, by difficulty code.
         interval: betas change in every `interval`-th call only.
     """
     num_updates = controller.num_updates + 1
     means, errors = list(controller.kl_means), list(controller.errors)
     betas = list(controller.betas)
-    for code, kl in measured.items():
+    for code, kl in kl_by_code.items():
         previous, mean = means[code], kl
         if previous is not None:
             mean = RELEASED_KL_DECAY * previous + (1 - RELEASED_KL_DECAY) * kl
@@ -216,6 +223,7 @@ def update_released_kl(
 def _replace_bucket(
     by_code: tuple[ValueT, ValueT, ValueT], code: int, value: ValueT
 ) -> tuple[ValueT, ValueT, ValueT]:
+    """Return the values by difficulty code with the value of one code replaced."""
     return _as_triple([*by_code[:code], value, *by_code[code + 1 :]])
 
 

@@ -7,10 +7,10 @@ entropy is at or above the threshold; the HWE mask covers the tokens of the wind
 chooses the triggers: all positions or certain words.
 
 The threshold follows the 95th percentile of each trajectory's window entropies (`threshold_p95`).
-As in the released code, positions without a window count with the mean of the windows before them,
-or with the trajectory's first entropy if there are none.
+As in the released code, a position without a window counts with the mean entropy of the windows
+before it, or with the trajectory's first token entropy if there is no window before it.
 
-B trajectories, T response positions; R rows of a chunk.
+B trajectories, T response positions; R rows of a chunk, N their largest values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from mega_agentrl.algo.masking import map_row_chunks, shift, zero_masked
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
 
 WINDOW_TOKENS = 4
+"""Default number of tokens in a window."""
 PERCENTILE = 0.95
+"""Percentile of the window entropies that `threshold_p95` returns."""
 
 
 def window_entropy(
@@ -32,17 +34,20 @@ def window_entropy(
     NaN for positions that are masked or have no window.
 
     Args:
-        entropy_BT: [B, T] float, nats.
+        entropy_BT: [B, T] token entropies, nats.
         mask_BT: [B, T] mask.
         window: number of tokens in a window.
+
+    Raises:
+        ValueError: `window` is below 1.
     """
     check_same_shape(entropy_BT=entropy_BT, mask_BT=mask_BT)
     _check_window(window)
 
-    def rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+    def means_of_rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
         return _window_means(entropy_RT, mask_RT.bool(), window).to(entropy_BT.dtype)
 
-    return map_row_chunks(rows, entropy_BT.detach(), mask_BT)
+    return map_row_chunks(means_of_rows, entropy_BT.detach(), mask_BT)
 
 
 def hwe_count(
@@ -52,8 +57,8 @@ def hwe_count(
 
     Args:
         window_entropy_BT: [B, T] result of `window_entropy`.
-        trigger_BT: [B, T] bool or 0/1.
-        threshold: nats; -1 counts every trigger that has a window.
+        trigger_BT: [B, T] bool or 0/1, the positions that may be HWEs.
+        threshold: lowest window entropy of an HWE, nats; -1 counts every trigger with a window.
     """
     check_same_shape(window_entropy_BT=window_entropy_BT, trigger_BT=trigger_BT)
     return ((window_entropy_BT >= threshold) & trigger_BT.bool()).sum(1)
@@ -62,23 +67,32 @@ def hwe_count(
 def soft_cost(
     window_entropy_BT: torch.Tensor, trigger_BT: torch.Tensor, *, threshold: float
 ) -> torch.Tensor:
-    """Return the sum over HWEs of the window entropy above the threshold, [B] nats."""
+    """Return the sum of (window entropy - threshold) over the HWEs of a trajectory, [B] nats.
+
+    The arguments are those of `hwe_count`.
+    """
     check_same_shape(window_entropy_BT=window_entropy_BT, trigger_BT=trigger_BT)
-    counted_BT = (window_entropy_BT >= threshold) & trigger_BT.bool()
-    return zero_masked(window_entropy_BT - threshold, counted_BT).sum(1)
+    is_hwe_BT = (window_entropy_BT >= threshold) & trigger_BT.bool()
+    return zero_masked(window_entropy_BT - threshold, is_hwe_BT).sum(1)
 
 
 def hwe_mask(
     window_entropy_BT: torch.Tensor, *, threshold: float, window: int = WINDOW_TOKENS
 ) -> torch.Tensor:
-    """Return the tokens in the windows of positions at or above the threshold, [B, T] bool."""
+    """Return a mask of the tokens in windows at or above the threshold, [B, T] bool.
+
+    Args:
+        window_entropy_BT: [B, T] result of `window_entropy`.
+        threshold: lowest entropy of a window in the mask, nats.
+        window: number of tokens in a window, as for `window_entropy`.
+    """
     check_rank(window_entropy_BT=window_entropy_BT)
     _check_window(window)
-    high_BT = window_entropy_BT >= threshold
-    covered_BT = torch.zeros_like(high_BT)
+    is_high_BT = window_entropy_BT >= threshold
+    in_window_BT = torch.zeros_like(is_high_BT)
     for distance in range(1, window + 1):
-        covered_BT = covered_BT | shift(high_BT, distance)
-    return covered_BT
+        in_window_BT = in_window_BT | shift(is_high_BT, distance)
+    return in_window_BT
 
 
 def threshold_p95(
@@ -87,20 +101,25 @@ def threshold_p95(
     """Return the interpolated 95th percentile of each trajectory's window entropies, [B].
 
     NaN for a trajectory without unmasked tokens.
+
+    Args:
+        entropy_BT: [B, T] token entropies, nats.
+        mask_BT: [B, T] mask.
+        window: number of tokens in a window.
     """
     check_same_shape(entropy_BT=entropy_BT, mask_BT=mask_BT)
     _check_window(window)
     if not entropy_BT.numel():
         return torch.full_like(entropy_BT[:, :1].sum(1), torch.nan)
 
-    def rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
-        on_RT = mask_RT.bool()
-        filled_RT = _fill_missing_windows(
-            entropy_RT, on_RT, _window_means(entropy_RT, on_RT, window)
+    def percentile_of_rows(entropy_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+        mask_RT = mask_RT.bool()
+        value_RT = _fill_missing_windows(
+            entropy_RT, mask_RT, _window_means(entropy_RT, mask_RT, window)
         )
-        return _percentile(filled_RT, on_RT.sum(1)).to(entropy_BT.dtype)
+        return _percentile(value_RT, mask_RT.sum(1)).to(entropy_BT.dtype)
 
-    return map_row_chunks(rows, entropy_BT.detach(), mask_BT)
+    return map_row_chunks(percentile_of_rows, entropy_BT.detach(), mask_BT)
 
 
 def normalize_trigger_token(token_text: str) -> str:
@@ -108,42 +127,55 @@ def normalize_trigger_token(token_text: str) -> str:
     return token_text.lstrip("\u2581\u0120").strip().lower()
 
 
-def _window_means(entropy_RT: torch.Tensor, on_RT: torch.Tensor, window: int) -> torch.Tensor:
+def _window_means(entropy_RT: torch.Tensor, mask_RT: torch.Tensor, window: int) -> torch.Tensor:
     """Return window entropies, NaN where there is no window, [R, T] float64."""
-    values_RT = zero_masked(entropy_RT, on_RT).double()
-    total_RT, has_window_RT = torch.zeros_like(values_RT), on_RT
+    values_RT = zero_masked(entropy_RT, mask_RT).double()
+    total_RT, has_window_RT = torch.zeros_like(values_RT), mask_RT
     for distance in range(1, window + 1):
         total_RT = total_RT + shift(values_RT, -distance)
-        has_window_RT = has_window_RT & shift(on_RT, -distance)
+        has_window_RT = has_window_RT & shift(mask_RT, -distance)
     return torch.where(has_window_RT, total_RT / window, torch.nan)
 
 
 def _fill_missing_windows(
-    entropy_RT: torch.Tensor, on_RT: torch.Tensor, window_RT: torch.Tensor
+    entropy_RT: torch.Tensor, mask_RT: torch.Tensor, window_RT: torch.Tensor
 ) -> torch.Tensor:
-    """Replace the missing windows of unmasked positions by fallback values; -inf where masked."""
+    """Return window entropies with fallback values for missing windows and -inf where masked.
+
+    The fallback is the mean of the windows before the position, or the row's first token entropy.
+
+    Args:
+        entropy_RT: [R, T] token entropies, nats.
+        mask_RT: [R, T] bool mask.
+        window_RT: [R, T] result of `_window_means`.
+    """
     has_window_RT = window_RT.isfinite()
     total_RT = torch.where(has_window_RT, window_RT, 0.0).cumsum(1)
-    before_RT = total_RT / has_window_RT.cumsum(1).clamp(min=1)
-    first_R = on_RT.int().argmax(1)
+    running_mean_RT = total_RT / has_window_RT.cumsum(1).clamp(min=1)
+    first_R = mask_RT.int().argmax(1)
     first_entropy_R1 = entropy_RT.gather(1, first_R[:, None]).double()
-    fallback_RT = torch.where(has_window_RT.cumsum(1) > 0, before_RT, first_entropy_R1)
-    return torch.where(has_window_RT, window_RT, torch.where(on_RT, fallback_RT, -torch.inf))
+    fallback_RT = torch.where(has_window_RT.cumsum(1) > 0, running_mean_RT, first_entropy_R1)
+    return torch.where(has_window_RT, window_RT, torch.where(mask_RT, fallback_RT, -torch.inf))
 
 
 def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
-    """Return the percentile of the `num_R` largest values of each row; NaN if there are none."""
+    """Return the interpolated 95th percentile of each row's `num_R` largest values, NaN for none.
+
+    Args:
+        value_RT: [R, T] values, -inf at the positions that do not count.
+        num_R: [R] int64 number of positions that count.
+    """
     last_R = (num_R - 1).clamp(min=0)
     from_top_R = last_R - PERCENTILE * last_R.double()
     num_needed = min(int((1 - PERCENTILE) * int(last_R.max())) + 3, value_RT.shape[1])
-    top_RK = value_RT.topk(num_needed, dim=1).values
+    top_RN = value_RT.topk(num_needed, dim=1).values
     upper_R = from_top_R.floor().long()
     lower_R = torch.minimum(upper_R + 1, last_R)
-    share_R = from_top_R - upper_R
-    pair_R2 = top_RK.gather(1, torch.stack([upper_R, lower_R], dim=1))
+    fraction_R = from_top_R - upper_R
+    pair_R2 = top_RN.gather(1, torch.stack([upper_R, lower_R], dim=1))
     # The smallest value has no successor: the next entry of the row is -inf.
     gap_R = torch.where(lower_R > upper_R, pair_R2[:, 1] - pair_R2[:, 0], 0.0)
-    return torch.where(num_R > 0, pair_R2[:, 0] + share_R * gap_R, torch.nan)
+    return torch.where(num_R > 0, pair_R2[:, 0] + fraction_R * gap_R, torch.nan)
 
 
 def _check_window(window: int) -> None:

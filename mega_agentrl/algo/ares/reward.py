@@ -1,12 +1,12 @@
 """Reward shaping and KL weights of ARES (arXiv 2510.08457).
 
-A trajectory with n high-entropy windows, of a prompt with difficulty d, target T and strength
-alpha, has delta = n - T and gets a reward in addition to accuracy, of at most cap = alpha * (1, 1,
-1.2). With margin m = max(1, f max(T, 1)), f = (.15, .25, .35), kappa = (2, 3, 4) and temp = (2,
-2.5, 3) for easy, medium, hard:
+A trajectory gets a shaping reward in addition to accuracy. Let n be its number of high-entropy
+windows, T and alpha the target and the strength for its prompt's difficulty, and delta = n - T. For
+easy, medium and hard prompts cap = alpha * (1, 1, 1.2), f = (.15, .25, .35), kappa = (2, 3, 4) and
+temp = (2, 2.5, 3). With the margin m = max(1, f * max(T, 1)) around the target the reward is
 
     easy    right  -min(cap, cap huber(delta - m) / (m + kappa))       wrong  .6 cap sat(delta - m)
-    medium  right  the same of |delta| - m                             wrong  .8 cap sat(delta - m)
+    medium  right  as easy, with |delta| - m for delta - m             wrong  .8 cap sat(delta - m)
     hard    right  cap sat(delta + m) if delta >= -m, else             wrong     cap sat(delta - m)
                    -min(cap, .5 cap huber(-delta - m) / (m + kappa))
 
@@ -15,8 +15,8 @@ where the argument of huber, and of sat for wrong answers, is clamped below at 0
 which pays every wrong answer half of the cap even without exploration; the rule `centred` uses 2
 (sigmoid(x / temp) - 1/2).
 
-Difficulties are 0 easy, 1 medium, 2 hard; other codes, and targets that are NaN because they are
-not known yet, get 0. B trajectories, T response positions (in suffixes; the target in formulas).
+Difficulty codes are 0 easy, 1 medium, 2 hard. The reward is 0 for other codes and for targets that
+are not known yet (NaN). In shape suffixes B trajectories, T response positions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ REWARD_RULES = ("released", "centred")
 
 
 def difficulty(accuracy_B: torch.Tensor, group_B: torch.Tensor) -> torch.Tensor:
-    """Return the difficulty by mean accuracy of the group, [B] int64.
+    """Return the difficulty code of each trajectory's group, [B] int64.
 
-    0 for at least 2/3, 1 for at least 1/3, else 2. A group of one is no exception.
+    The code is 0 for a mean accuracy of at least 2/3, 1 for at least 1/3, else 2. This also holds
+    for a group of one.
 
     Args:
         accuracy_B: [B] accuracy, 1 for correct.
@@ -65,13 +66,16 @@ def entropy_reward(
     """Return the reward added to accuracy, within +- cap, [B] float32 (float64 if `alpha_B` is).
 
     Args:
-        correct_B: [B] bool or 0/1.
+        correct_B: [B] bool or 0/1, whether each trajectory is correct.
         hwe_B: [B] number of high-entropy windows.
-        target_B: [B] target of each trajectory's difficulty.
-        alpha_B: [B] strength of each trajectory's difficulty.
+        target_B: [B] target number of windows for each trajectory's difficulty, NaN if unknown.
+        alpha_B: [B] strength of the shaping for each trajectory's difficulty.
         difficulty_B: [B] difficulty code.
         rule: `released` or `centred`.
-        margin_fraction: margin around the target as a fraction of it, by difficulty.
+        margin_fraction: f, the margin as a fraction of the target, by difficulty.
+
+    Raises:
+        ValueError: `rule` is unknown.
     """
     check_same_shape(
         correct_B=correct_B,
@@ -83,18 +87,19 @@ def entropy_reward(
     if rule not in REWARD_RULES:
         raise ValueError(f"rule={rule}: expected one of {', '.join(REWARD_RULES)}")
     code_B = difficulty_B.long()
-    known_B = (code_B >= EASY) & (code_B <= HARD) & ~target_B.isnan()
-    code_B = torch.where(known_B, code_B, EASY)
-    delta_B = hwe_B.double() - torch.where(known_B, target_B, 0).double()
+    has_target_B = (code_B >= EASY) & (code_B <= HARD) & ~target_B.isnan()
+    code_B = torch.where(has_target_B, code_B, EASY)
+    delta_B = hwe_B.double() - torch.where(has_target_B, target_B, 0).double()
     margin_B = margin(
-        torch.where(known_B, target_B, 0).double(), _per_difficulty(margin_fraction, code_B)
+        torch.where(has_target_B, target_B, 0).double(), _per_difficulty(margin_fraction, code_B)
     )
     cap_B = alpha_B.double() * _per_difficulty(CAP_FACTOR, code_B)
     right_B = _correct_answer_reward(delta_B, margin_B, cap_B, code_B, rule)
-    above_B = (delta_B - margin_B).clamp(min=0)
-    wrong_B = _per_difficulty(WRONG_CAP_FACTOR, code_B) * cap_B * _saturation(above_B, code_B, rule)
+    excess_B = (delta_B - margin_B).clamp(min=0)
+    wrong_cap_B = _per_difficulty(WRONG_CAP_FACTOR, code_B) * cap_B
+    wrong_B = wrong_cap_B * _saturation(excess_B, code_B, rule)
     reward_B = torch.where(correct_B.bool(), right_B, wrong_B)
-    reward_B = torch.where(known_B, reward_B, torch.zeros_like(reward_B))
+    reward_B = torch.where(has_target_B, reward_B, torch.zeros_like(reward_B))
     return reward_B if alpha_B.dtype == torch.float64 else reward_B.float()
 
 
@@ -113,9 +118,9 @@ def token_kl_weight(
     return torch.where(hwe_mask_BT.bool(), beta_B1 * rho, beta_B1)
 
 
-def margin(target_B: torch.Tensor, share_B: torch.Tensor | float) -> torch.Tensor:
-    """Return the distance that counts as near the target: max(1, share * max(target, 1))."""
-    return (share_B * target_B.clamp(min=1)).clamp(min=1)
+def margin(target_B: torch.Tensor, fraction_B: torch.Tensor | float) -> torch.Tensor:
+    """Return the margin around the target, max(1, fraction * max(target, 1)), [B]."""
+    return (fraction_B * target_B.clamp(min=1)).clamp(min=1)
 
 
 def huber(x_B: torch.Tensor, kappa_B: torch.Tensor | float) -> torch.Tensor:
@@ -133,17 +138,22 @@ def _correct_answer_reward(
     code_B: torch.Tensor,
     rule: str,
 ) -> torch.Tensor:
-    """Return the reward of correct answers: a penalty, or a bonus for explored hard prompts."""
+    """Return the reward of correct answers, [B].
+
+    It is a penalty, except for hard prompts with enough windows, where it is a bonus.
+    """
     kappa_B = _per_difficulty(KAPPA, code_B)
-    off_B = torch.where(code_B == MEDIUM, delta_B.abs(), delta_B)
-    off_B = torch.where(code_B == HARD, -delta_B, off_B) - margin_B
+    deviation_B = torch.where(code_B == MEDIUM, delta_B.abs(), delta_B)
+    deviation_B = torch.where(code_B == HARD, -delta_B, deviation_B) - margin_B
     slope_B = torch.where(code_B == HARD, 0.5 * cap_B, cap_B)
-    penalty_B = torch.minimum(cap_B, slope_B * huber(off_B, kappa_B) / (margin_B + kappa_B))
-    enough_B = (code_B == HARD) & (delta_B >= -margin_B)
-    return torch.where(enough_B, cap_B * _saturation(delta_B + margin_B, code_B, rule), -penalty_B)
+    penalty_B = torch.minimum(cap_B, slope_B * huber(deviation_B, kappa_B) / (margin_B + kappa_B))
+    has_bonus_B = (code_B == HARD) & (delta_B >= -margin_B)
+    bonus_B = cap_B * _saturation(delta_B + margin_B, code_B, rule)
+    return torch.where(has_bonus_B, bonus_B, -penalty_B)
 
 
 def _saturation(x_B: torch.Tensor, code_B: torch.Tensor, rule: str) -> torch.Tensor:
+    """Return sat(x) of the module's docstring, [B]."""
     level_B = torch.sigmoid(x_B / _per_difficulty(SATURATION_TEMPERATURE, code_B))
     return level_B if rule == "released" else 2 * level_B - 1
 

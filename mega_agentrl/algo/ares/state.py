@@ -1,7 +1,8 @@
 """State, hyperparameters and statistics of ARES's controllers (arXiv 2510.08457).
 
-`ares.update` computes the next state from these three. Difficulty buckets have the same order
-everywhere: 0 easy, 1 medium, 2 hard; -1 is a prompt never seen. B trajectories.
+`ares.update` computes the next state from these three. A difficulty bucket holds the prompts of one
+difficulty. The codes are 0 easy, 1 medium and 2 hard everywhere; -1 stands for a prompt that was
+never visited. HWE: high-entropy window. B trajectories.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OptionalPerDifficulty = tuple[float | None, float | None, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AresHyperparams:
-    """Constants of rewards, KL weights and controllers."""
+    """Constants of reward shaping, KL weights and controllers."""
 
     name: str = "paper"
     """`paper`, or `released` for the rule of the released code, which uses only `kl_coef`,
@@ -69,11 +70,11 @@ class ReleasedKLController:
     betas: PerDifficulty = (1.0, 1.0, 1.0)
     """Factors on the KL coefficient."""
     kl_means: OptionalPerDifficulty = (None, None, None)
-    """EMA of the measured KL in nats; None before the first."""
+    """EMA of the measured KL in nats per token; None before the first measurement."""
     errors: PerDifficulty = (0.0, 0.0, 0.0)
-    """EMA of the relative error."""
+    """EMA of the relative error of the KL, kl_mean / 0.01 - 1."""
     num_updates: int = 0
-    """Number of calls so far."""
+    """Number of calls of `update_released_kl` so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +82,9 @@ class AresState:
     """State of the controllers across steps, part of the checkpoint; tuples are by bucket."""
 
     difficulty_by_prompt: Mapping[str, int] = field(default_factory=dict)
-    """Difficulty code of every prompt seen, by stable prompt id."""
+    """Difficulty code of every prompt visited so far, by stable prompt id."""
     targets: OptionalPerDifficulty = (None, None, None)
-    """Target HWE counts; None before a bucket was seen."""
+    """Target HWE counts; None before the first update of a bucket."""
     alphas: PerDifficulty = (0.5, 0.5, 0.5)
     """Strength of the reward shaping."""
     lambdas: PerDifficulty = (0.0, 0.0, 0.0)
@@ -91,9 +92,9 @@ class AresState:
     betas: PerDifficulty | None = None
     """Weight of the KL term; None before the first update, when `kl_coef` applies."""
     threshold: float | None = None
-    """Threshold of the window entropy in nats; None before the first batch."""
+    """Lowest window entropy of an HWE in nats; None before the first batch."""
     released_kl: ReleasedKLController = field(default_factory=ReleasedKLController)
-    """KL controller of the rule `released`."""
+    """KL controller that hyperparameters with the name `released` use."""
 
     def difficulty_codes(
         self, prompt_ids: Sequence[str], unseen_B: torch.Tensor | None = None
@@ -101,8 +102,8 @@ class AresState:
         """Return the difficulty of each trajectory's prompt, [B] int64.
 
         Args:
-            prompt_ids: prompt of each trajectory.
-            unseen_B: [B] codes for prompts never seen; None for -1.
+            prompt_ids: prompt of each of the B trajectories.
+            unseen_B: [B] codes to use for prompts never visited; None for -1.
         """
         codes = [self.difficulty_by_prompt.get(prompt_id, UNSEEN) for prompt_id in prompt_ids]
         code_B = torch.tensor(codes, dtype=torch.int64)
@@ -112,16 +113,16 @@ class AresState:
         return torch.where(code_B == UNSEEN, unseen_B.long(), code_B)
 
     def targets_for(self, code_B: torch.Tensor) -> torch.Tensor:
-        """Return the HWE targets, NaN if unknown, [B] float64."""
-        known = [torch.nan if target is None else target for target in self.targets]
-        return _lookup(known, torch.nan, code_B)
+        """Return the HWE target of each difficulty code, NaN if unknown, [B] float64."""
+        targets = [torch.nan if target is None else target for target in self.targets]
+        return _lookup(targets, torch.nan, code_B)
 
     def alphas_for(self, code_B: torch.Tensor) -> torch.Tensor:
-        """Return the strength of the shaping, 0 for a prompt never seen, [B] float64."""
+        """Return the strength alpha of each difficulty code, 0 for the code -1, [B] float64."""
         return _lookup(self.alphas, 0.0, code_B)
 
     def betas_for(self, code_B: torch.Tensor, hyperparams: AresHyperparams) -> torch.Tensor:
-        """Return the weight of the KL term, `kl_coef` for a prompt never seen, [B] float64."""
+        """Return the KL weight of each difficulty code, `kl_coef` for the code -1, [B] float64."""
         return _lookup(self.betas or (hyperparams.kl_coef,) * 3, hyperparams.kl_coef, code_B)
 
 
@@ -132,13 +133,15 @@ class AresStats:
     prompt_ids: tuple[str, ...]
     """Prompt of each of the B trajectories; equal ids form a group."""
     correct_B: torch.Tensor
-    """[B] bool or 0/1."""
+    """[B] bool or 0/1, whether each trajectory is correct."""
     hwe_B: torch.Tensor
     """[B] number of HWEs, counted with the threshold from before the step."""
     p95_B: torch.Tensor
-    """[B] nats, from `threshold_p95`; NaN for none."""
+    """[B] 95th percentile of the window entropies in nats, from `threshold_p95`; NaN for a
+    trajectory without sampled tokens."""
     kl_B: torch.Tensor | None = None
-    """[B] mean KL to the reference in nats per token, NaN where not measured; None if nowhere."""
+    """[B] mean KL to the reference in nats per token, NaN where it was not measured; None if it was
+    measured for no trajectory."""
 
     def __post_init__(self) -> None:
         check_rank(correct_B=self.correct_B)
@@ -151,7 +154,7 @@ class AresStats:
             )
 
     def group_B(self) -> torch.Tensor:
-        """Return the index of the prompt in order of first appearance, [B] int64."""
+        """Return the group of each trajectory, [B] int64: its prompt, in order of appearance."""
         group_by_prompt = {
             prompt_id: index for index, prompt_id in enumerate(dict.fromkeys(self.prompt_ids))
         }
@@ -159,10 +162,15 @@ class AresStats:
 
 
 def bucket_mean(value_B: torch.Tensor, in_bucket_B: torch.Tensor) -> float | None:
-    """Return the mean of the bucket's values without NaN; None if there are none."""
-    chosen_N = value_B[in_bucket_B].double()
-    known_N = chosen_N[~chosen_N.isnan()]
-    return float(known_N.mean()) if len(known_N) else None
+    """Return the mean of the values in a bucket that are not NaN; None if there are no such values.
+
+    Args:
+        value_B: [B] values.
+        in_bucket_B: [B] bool, whether each trajectory belongs to the bucket.
+    """
+    value_N = value_B[in_bucket_B].double()
+    value_N = value_N[~value_N.isnan()]
+    return float(value_N.mean()) if len(value_N) else None
 
 
 def metrics(
@@ -173,10 +181,10 @@ def metrics(
     Args:
         state: state of the controllers.
         stats: statistics of the step.
-        code_B: [B] difficulty that each trajectory was treated as.
+        code_B: [B] difficulty code with which each trajectory's reward was shaped.
         hyperparams: constants of the controllers.
     """
-    beta = state.betas or (hyperparams.kl_coef,) * 3
+    betas = state.betas or (hyperparams.kl_coef,) * 3
     metrics_by_name: dict[str, float | None] = {"ares/threshold": state.threshold}
     for code, name in enumerate(DIFFICULTY_NAMES):
         in_bucket_B = code_B == code
@@ -186,7 +194,7 @@ def metrics(
             f"ares/{name}/hwe": bucket_mean(stats.hwe_B, in_bucket_B),
             f"ares/{name}/target": state.targets[code],
             f"ares/{name}/alpha": state.alphas[code],
-            f"ares/{name}/beta": beta[code],
+            f"ares/{name}/beta": betas[code],
             f"ares/{name}/lambda": state.lambdas[code],
         }
         if stats.kl_B is not None:
@@ -195,5 +203,6 @@ def metrics(
 
 
 def _lookup(by_code: Sequence[float], unseen: float, code_B: torch.Tensor) -> torch.Tensor:
+    """Return the value of each difficulty code, `unseen` for any other code, [B] float64."""
     table = torch.tensor([*by_code, unseen], dtype=torch.float64)
     return table[torch.where((code_B >= 0) & (code_B < len(by_code)), code_B, len(by_code))]
