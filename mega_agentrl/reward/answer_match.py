@@ -1,23 +1,24 @@
 r"""Compares a short answer with its ground truths, by token F1 or as numbers.
 
-`token_f1` is ARPO's (SQuAD's): lower-case, ASCII punctuation and articles removed, multiset
-overlap, maximum over the ground truths; `yes`, `no` and `noanswer` must match exactly. Punctuation
-is removed from numbers too, so that -5 equals 5 and 3.14 equals 314.
-
-`number_aware_f1` differs in that a word which is a number counts by its value: -5 differs from 5;
-1,000 equals 1000.0, and 0.5 equals 1/2. A leading `$` and a trailing `%` are ignored. There is no
-algebra and there are no other units.
+`token_f1` is the F1 of ARPO, which is that of SQuAD: texts are lower-cased, ASCII punctuation and
+articles are removed, and the tokens are compared as multisets. The maximum over the ground truths
+counts; `yes`, `no` and `noanswer` must match exactly. Punctuation is removed from numbers, too, so
+that -5 equals 5 and 3.14 equals 314.
 
     F1 = 2 P R / (P + R),  P = overlap / predicted tokens,  R = overlap / true tokens
+
+`number_aware_f1` differs in that a word which is a number is compared by its value: -5 differs from
+5; 1,000 equals 1000.0, and 0.5 equals 1/2. A leading `$` and a trailing `%` are ignored. There is
+no algebra and there are no other units.
 
 `numeric_answers_match` compares two answers that are single numbers. Plain decimals are compared by
 value. Fractions, mixed numbers, percentages, roots, powers and multiples of pi and of powers of
 ten, as text or LaTeX, go through math-verify: 1/2 matches \frac{1}{2} and 0.5, and 50% matches 50
-and 1/2. Six decimals count. Sums, tuples, dates and units are not numbers here.
+and 1/2. math-verify compares six decimals. Sums, tuples, dates and units are not numbers here.
 
-The policy controls the text, and some texts keep math-verify's parser busy for hours. Its time
-limit needs signals in the main thread, so it is off; instead, only texts that match
-`_SINGLE_NUMBER`, without nesting or large exponents, are passed to it.
+The policy controls the text, and some texts keep math-verify's parser busy for hours. The parser's
+time limit needs signals in the main thread, so it is off; instead, only texts that match
+`_SINGLE_NUMBER`, without nesting or large exponents, are passed to the parser.
 """
 
 from __future__ import annotations
@@ -71,24 +72,34 @@ def normalize_squad(text: str) -> str:
 
 
 def token_f1(prediction: str, ground_truth: str | Sequence[str]) -> float:
-    """Return ARPO's F1 in [0, 1]; 0 for an empty prediction or no ground truth."""
+    """Return the F1 of ARPO in [0, 1], 0 for an empty prediction or without ground truths.
+
+    Args:
+        prediction: the answer.
+        ground_truth: the true answer, or several of which the best match counts.
+    """
     return _max_f1(prediction, ground_truth, lambda text: normalize_squad(text).split())
 
 
 def number_aware_f1(prediction: str, ground_truth: str | Sequence[str]) -> float:
-    """Return the F1 in [0, 1] over words, where numbers count by their values."""
+    """Return the F1 in [0, 1] over words, where numbers are compared by value.
+
+    Args:
+        prediction: the answer.
+        ground_truth: the true answer, or several of which the best match counts.
+    """
     return _max_f1(prediction, ground_truth, _number_aware_tokens)
 
 
 def parse_number(word: str) -> float | None:
-    """Return the value of a word or fraction `a/b`, or None if it is no number."""
+    """Return the value of a number or fraction `a/b`, or None for any other word."""
     word = word.lower().strip("$").removesuffix("%")
     numerator, slash, denominator = word.partition("/")
-    top = _parse_decimal(numerator)
-    if not slash or top is None:
-        return top
-    bottom = _parse_decimal(denominator)
-    return top / bottom if bottom else None
+    dividend = _parse_decimal(numerator)
+    if not slash or dividend is None:
+        return dividend
+    divisor = _parse_decimal(denominator)
+    return dividend / divisor if divisor else None
 
 
 def _parse_decimal(word: str) -> float | None:
@@ -106,23 +117,23 @@ def _number_aware_tokens(text: str) -> list[str]:
 
 
 def _max_f1(
-    prediction: str, ground_truth: str | Sequence[str], words: Callable[[str], list[str]]
+    prediction: str, ground_truth: str | Sequence[str], tokenize: Callable[[str], list[str]]
 ) -> float:
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
-    predicted = words(prediction)
-    return max((_f1(predicted, words(truth)) for truth in truths), default=0.0)
+    predicted_tokens = tokenize(prediction)
+    return max((_f1(predicted_tokens, tokenize(truth)) for truth in truths), default=0.0)
 
 
-def _f1(predicted: list[str], true: list[str]) -> float:
-    whole, whole_true = " ".join(predicted), " ".join(true)
-    if whole != whole_true and (
-        whole in _EXACT_MATCH_ANSWERS or whole_true in _EXACT_MATCH_ANSWERS
+def _f1(predicted_tokens: list[str], true_tokens: list[str]) -> float:
+    prediction, truth = " ".join(predicted_tokens), " ".join(true_tokens)
+    if prediction != truth and (
+        prediction in _EXACT_MATCH_ANSWERS or truth in _EXACT_MATCH_ANSWERS
     ):
         return 0.0
-    overlap = sum((Counter(predicted) & Counter(true)).values())
+    overlap = sum((Counter(predicted_tokens) & Counter(true_tokens)).values())
     if not overlap:
         return 0.0
-    precision, recall = overlap / len(predicted), overlap / len(true)
+    precision, recall = overlap / len(predicted_tokens), overlap / len(true_tokens)
     return 2 * precision * recall / (precision + recall)
 
 
@@ -139,7 +150,11 @@ def numeric_answers_match(answer: str, truth: str) -> bool | None:
 
 
 def _strip_formatting(text: str) -> str:
-    """Remove spacing, dollar signs, wrappers around the whole text, and a trailing full stop."""
+    """Remove spacing, dollar signs, brackets around the whole text, and a trailing full stop.
+
+    The result is empty if the text cannot be a single number, because it is too long or has a space
+    between digits.
+    """
     if len(text) > _MAX_CHARS or _SPACED_DIGITS.search(text.strip()):
         return ""
     text = text.replace("\\%", "%").replace("\\$", "").replace("{,}", ",")
@@ -156,5 +171,5 @@ def _parse_plain_decimal(text: str) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _parse_math(text: str) -> tuple[Any, ...]:
-    """Return math-verify's parse of a number, () for any other text."""
+    """Return math-verify's parse of a single number, () for any other text."""
     return tuple(parse(f"${text}$", parsing_timeout=None)) if _SINGLE_NUMBER.fullmatch(text) else ()

@@ -36,8 +36,8 @@ def accuracy(response: str, ground_truth: str | Sequence[str], *, threshold: flo
 
     Args:
         response: the decoded response.
-        ground_truth: the true answer, or several of which any one counts.
-        threshold: minimum accuracy of a correct answer.
+        ground_truth: the true answer, or several of which one must match.
+        threshold: the answer is correct if the score is at least this.
     """
     answer = final_answer(response)
     truths = [ground_truth] if isinstance(ground_truth, str) else ground_truth
@@ -54,20 +54,20 @@ def _accuracy_part(trajectory: Trajectory, config: RewardConfig) -> Score:
 
 def final_answer(response: str) -> str:
     r"""Return the last balanced `\boxed{...}`, else the text after the last `</think>`."""
-    opened: list[tuple[int, bool]] = []
-    best = None
-    boxes = {match.end() - 1 for match in re.finditer(r"\\boxed\s*\{", response)}
+    open_braces: list[tuple[int, bool]] = []
+    last_box = None
+    box_starts = {match.end() - 1 for match in re.finditer(r"\\boxed\s*\{", response)}
     for match in re.finditer(r"[{}]", response):
         position = match.start()
         if match[0] == "{":
-            opened.append((position, position in boxes))
-        elif opened:
-            start, boxed = opened.pop()
-            if boxed and (best is None or start > best[0]):
-                best = (start, position)
-    if best is None:
+            open_braces.append((position, position in box_starts))
+        elif open_braces:
+            start, is_box = open_braces.pop()
+            if is_box and (last_box is None or start > last_box[0]):
+                last_box = (start, position)
+    if last_box is None:
         return response.rpartition("</think>")[2].strip()
-    return response[best[0] + 1 : best[1]].strip()
+    return response[last_box[0] + 1 : last_box[1]].strip()
 
 
 def answers_match(answer: str, truth: str) -> bool:
@@ -94,6 +94,6 @@ def _strip_latex(text: str) -> str:
 
 
 def _fraction_to_quotient(match: re.Match[str]) -> str:
-    top, bottom = match.groups()
-    simple = re.fullmatch(r"[\s\d.]+/[\s\d.]+", f"{top}/{bottom}") is not None
-    return f"{top}/{bottom}" if simple else f"({top})/({bottom})"
+    numerator, denominator = match.groups()
+    is_numeric = re.fullmatch(r"[\s\d.]+/[\s\d.]+", f"{numerator}/{denominator}") is not None
+    return f"{numerator}/{denominator}" if is_numeric else f"({numerator})/({denominator})"

@@ -45,7 +45,7 @@ def score(response: str, ground_truth: str | Sequence[str], threshold: float = 1
     Args:
         response: the decoded response with tool results.
         ground_truth: the true answer, or several of which the best match counts.
-        threshold: minimum token F1 of a correct answer.
+        threshold: lowest token F1 of a correct answer.
     """
     try:
         answer = parse_answer(response)
@@ -56,9 +56,14 @@ def score(response: str, ground_truth: str | Sequence[str], threshold: float = 1
 
 
 def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
-    """Score a trajectory by the text of its assistant turns and the outcomes of its tool calls."""
+    """Score a trajectory by the text of its assistant turns and the outcomes of its tool calls.
+
+    Args:
+        trajectory: the finished trajectory.
+        threshold: lowest F1 of a correct answer.
+    """
     parts: list[str] = []
-    ran: set[str] = set()
+    successful_tools: set[str] = set()
     for turn in trajectory.turns:
         if turn.role is Role.assistant:
             if "<result>" in turn.text or "</result>" in turn.text:
@@ -69,7 +74,7 @@ def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
         elif turn.role is Role.tool:
             parts.append(_EMPTY_RESULT)
             if turn.outcome is not None and turn.outcome.status is ToolStatus.ok:
-                ran.add(turn.outcome.tool)
+                successful_tools.add(turn.outcome.tool)
     try:
         answer = parse_answer("".join(parts))
     except _FormatError as error:
@@ -77,7 +82,7 @@ def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
     truth = trajectory.prompt.ground_truth
     truths = [truth] if isinstance(truth, str) else truth
     f1 = max((_strict_f1(answer, text) for text in truths), default=0.0)
-    return _f1_score(answer, f1, ran.issuperset(_TOOL_NAMES), threshold)
+    return _f1_score(answer, f1, successful_tools.issuperset(_TOOL_NAMES), threshold)
 
 
 @register_reward("arpo_released")
@@ -92,8 +97,9 @@ def _strict_part(trajectory: Trajectory, config: RewardConfig) -> Score:
 
 
 def _strict_f1(answer: str, truth: str) -> float:
-    same = numeric_answers_match(answer, truth)
-    return number_aware_f1(answer, truth) if same is None else float(same)
+    """Return 1 or 0 if both are single numbers, else the F1 over words and numbers."""
+    is_equal = numeric_answers_match(answer, truth)
+    return number_aware_f1(answer, truth) if is_equal is None else float(is_equal)
 
 
 def parse_answer(text: str) -> str:
@@ -122,9 +128,9 @@ def last_boxed(text: str) -> str:
     If the text contains `\boxed ` with a space, return what follows its last occurrence, up to a
     `$`.
     """
-    spaced = "\\boxed "
-    if spaced in text:
-        return text.rsplit(spaced, 1)[1].split("$", 1)[0]
+    spaced_command = "\\boxed "
+    if spaced_command in text:
+        return text.rsplit(spaced_command, 1)[1].split("$", 1)[0]
     start = text.rindex("\\boxed") + len("\\boxed")
     depth = 0
     for position in range(start, len(text)):

@@ -6,9 +6,10 @@
     Python    f(a=1), a list [f(a=1), g.h(b="x")], or one call per line
 
 Calls may be between <tool_call> tags, in a code fence, or bare; prose around tags, fences or
-brackets is ignored. Parsed calls are equal if names and arguments are, in any key order. Arguments
-compare numbers by value (1, 1.0, "1"), booleans and null in either spelling, and tuples as lists; a
-number never equals a boolean. Nothing is evaluated or run.
+brackets is ignored. Parsed calls are equal if their names and arguments are equal, in any order of
+the keys. Arguments are normalised: numbers compare by value (1, 1.0, "1"), booleans and null in the
+spelling of JSON or Python, and tuples as lists; a number never equals a boolean. No code is
+evaluated or run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 NormalizedValue = tuple[Any, ...]
-"""A hashable normalised argument: its kind followed by its value."""
+"""A hashable normalised argument: a kind such as `number` or `list`, followed by the value or the
+items."""
 
 _TOOL_CALL_TAG = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _CODE_FENCE = re.compile(r"```[\w-]*\n(.*?)```", re.DOTALL)
@@ -33,7 +35,9 @@ _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _BARE_NAMES = frozenset({"true", "false", "null"})
 _OPENING_BRACKET = re.compile(r"[\[{]")
 MAX_CHARS = 100_000
+"""Characters of the longest text that is parsed."""
 MAX_BRACKETS = 50
+"""Brackets in prose that are tried as the start of calls."""
 
 
 class CallParseError(ValueError):
@@ -53,13 +57,13 @@ def parse_calls(text: str) -> list[FunctionCall]:
     """Return the calls in the text in order, or [] if nothing looks like a call.
 
     Raises:
-        CallParseError: tags or fences contain something else, or text that looks like a call cannot
-            be parsed.
+        CallParseError: tags or fences contain something other than calls, a text that looks like a
+            call cannot be parsed, or the text is longer than `MAX_CHARS`.
     """
     if len(text) > MAX_CHARS:
         raise CallParseError(f"got {len(text)} characters, expected at most {MAX_CHARS}")
     try:
-        # First as a whole: an argument may contain tags.
+        # The whole text is tried first, because an argument may contain tags.
         return _parse_whole_text(text.strip())
     except CallParseError as error:
         whole_text_error = error
@@ -76,7 +80,7 @@ def parse_calls(text: str) -> list[FunctionCall]:
 
 
 def normalize_value(value: Any) -> NormalizedValue:
-    """Return the comparable form of a value; raise `CallParseError` if JSON cannot hold it."""
+    """Return the normalised form of a value; raise `CallParseError` if it is not a JSON value."""
     if isinstance(value, str):
         word = value.strip()
         if word.lower() in ("true", "false"):
@@ -125,15 +129,15 @@ def _calls_from_json(value: Any) -> list[FunctionCall]:
         return _calls_from_json(value["function"])
     name = value.get("name", value.get("function"))
     if not isinstance(name, str) or not name:
-        raise CallParseError("there is no name in a call")
+        raise CallParseError("got a call without a name, expected a name as text")
     arguments: Any = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except ValueError as error:
-            raise CallParseError(f"the arguments of {name} are no JSON: {error}") from error
+            raise CallParseError(f"the arguments of {name} are not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise CallParseError(f"the arguments of {name} are no object")
+        raise CallParseError(f"the arguments of {name} are not a JSON object")
     return [_make_call(name, arguments)]
 
 
@@ -186,7 +190,7 @@ def _literal_value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
             value = _literal_value(operand)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise CallParseError("got a sign before something that is no number")
+                raise CallParseError("got a sign before a value that is not a number")
             return -value if isinstance(sign, ast.USub) else value
         case ast.Call():
             return _python_call(node)
@@ -198,7 +202,7 @@ def _dict_key(node: ast.expr | None) -> str:
         raise CallParseError("got ** in a dictionary, expected keys")
     value = _literal_value(node)
     if isinstance(value, list | dict | FunctionCall):
-        raise CallParseError("got a key that is no text or number")
+        raise CallParseError("got a dictionary key that is neither text nor a number")
     return str(value)
 
 
@@ -239,7 +243,7 @@ def _iter_bracketed_calls(text: str) -> Iterator[list[FunctionCall]]:
 
 
 def _closing_bracket_end(text: str, start: int) -> int | None:
-    """Return the position after the bracket that closes the one at `start`, or None."""
+    """Return the position after the bracket that closes the one at `start`; None if it is open."""
     depth, quote, position = 0, "", start
     while position < len(text):
         char = text[position]

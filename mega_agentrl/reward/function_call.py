@@ -5,14 +5,15 @@ expected ones as a multiset, or in order with `ordered`. The reasoning must be c
 opening tag may be part of the chat template. If the ground truth holds no calls, the answer must
 hold none.
 
-`match="bfcl"` compares texts in arguments as BFCL's checker does: without case, without spaces and
-the characters `,./-_*^`, and with either quote.
+`match="bfcl"` compares strings in arguments as BFCL's checker does: it ignores case, spaces and the
+characters `,./-_*^`, and treats single and double quotes alike.
 
 `match="string"` is the published rule: the response contains `<think>`, `</think>` and text that
 matches `_CALL_PATTERN`, and the text after the last `</think>` equals the ground truth up to
 whitespace. Key order and quotes matter.
 
-Nothing that the policy writes raises an error; an unreadable ground truth does.
+A response never raises an error, whatever the policy wrote; a ground truth that cannot be parsed
+raises one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def score(
 
     Args:
         solution: the decoded response.
-        ground_truth: the expected calls as text, or several texts of which any one counts.
+        ground_truth: the expected calls as text, or several texts of which one must match.
         match: one of `MATCH_MODES`.
         ordered: whether the calls must come in the expected order (not with `string`).
 
@@ -69,7 +70,7 @@ def score(
     answer = solution.rpartition(_THINK_END)[2].strip()
     if match == "string":
         return _string_score(solution, answer, truths)
-    expected = [_parse_ground_truth(truth) for truth in truths]
+    expected_calls = [_parse_ground_truth(truth) for truth in truths]
     if _THINK_END not in solution:
         return _binary_score(False, answer, "bad format: the reasoning is not closed by </think>")
     try:
@@ -77,7 +78,10 @@ def score(
     except CallParseError as error:
         return _binary_score(False, answer, f"bad format: {error}")
     lenient = match == "bfcl"
-    if any(_calls_match(calls, one, ordered=ordered, lenient=lenient) for one in expected):
+    if any(
+        _calls_match(calls, expected, ordered=ordered, lenient=lenient)
+        for expected in expected_calls
+    ):
         return _binary_score(True, answer, f"the {len(calls)} expected calls")
     names = ", ".join(call.name for call in calls) or "none"
     return _binary_score(False, answer, f"wrong calls: got {names}")
@@ -106,10 +110,11 @@ def _string_score(solution: str, answer: str, truths: Sequence[str]) -> Score:
     if _THINK_START not in solution or _THINK_END not in solution:
         return _binary_score(False, answer, "bad format: <think> or </think> not found")
     if not _CALL_PATTERN.search(solution):
-        return _binary_score(False, answer, "bad format: nothing like a call")
-    wanted = {" ".join(truth.split()) for truth in truths} - {""}
-    right = " ".join(answer.split()) in wanted
-    return _binary_score(right, answer, "equal text" if right else "other text")
+        return _binary_score(False, answer, "bad format: no text that looks like a call")
+    expected_texts = {" ".join(truth.split()) for truth in truths} - {""}
+    is_equal = " ".join(answer.split()) in expected_texts
+    reason = "the text of the ground truth" if is_equal else "not the text of the ground truth"
+    return _binary_score(is_equal, answer, reason)
 
 
 def _parse_ground_truth(truth: str) -> list[FunctionCall]:
@@ -123,29 +128,31 @@ def _parse_ground_truth(truth: str) -> list[FunctionCall]:
 
 
 def _calls_match(
-    calls: list[FunctionCall], wanted: list[FunctionCall], *, ordered: bool, lenient: bool
+    calls: list[FunctionCall], expected: list[FunctionCall], *, ordered: bool, lenient: bool
 ) -> bool:
     if lenient:
-        calls, wanted = ([_fold_call(call) for call in one] for one in (calls, wanted))
-    return calls == wanted if ordered else Counter(calls) == Counter(wanted)
+        calls = [_normalize_call_for_bfcl(call) for call in calls]
+        expected = [_normalize_call_for_bfcl(call) for call in expected]
+    return calls == expected if ordered else Counter(calls) == Counter(expected)
 
 
-def _fold_call(call: FunctionCall) -> FunctionCall:
-    return FunctionCall(call.name, tuple((name, _fold(value)) for name, value in call.arguments))
+def _normalize_call_for_bfcl(call: FunctionCall) -> FunctionCall:
+    arguments = tuple((name, _normalize_for_bfcl(value)) for name, value in call.arguments)
+    return FunctionCall(call.name, arguments)
 
 
-def _fold(value: NormalizedValue) -> NormalizedValue:
-    """Return the value with all texts in it reduced to what BFCL's checker compares."""
+def _normalize_for_bfcl(value: NormalizedValue) -> NormalizedValue:
+    """Return the value with all strings in it reduced to what BFCL's checker compares."""
     match value:
         case ("text", str(text)):
             return ("text", _BFCL_IGNORED.sub("", text).lower().replace("'", '"'))
         case ("list", *items):
-            return ("list", *map(_fold, items))
+            return ("list", *map(_normalize_for_bfcl, items))
         case ("map", *items):
-            return ("map", *((key, _fold(item)) for key, item in items))
+            return ("map", *((key, _normalize_for_bfcl(item)) for key, item in items))
     return value
 
 
-def _binary_score(right: bool, answer: str, reason: str) -> Score:
-    value = 1.0 if right else 0.0
-    return Score(value=value, correct=right, f1=value, answer=answer, reason=reason)
+def _binary_score(is_correct: bool, answer: str, reason: str) -> Score:
+    value = 1.0 if is_correct else 0.0
+    return Score(value=value, correct=is_correct, f1=value, answer=answer, reason=reason)

@@ -5,11 +5,11 @@
 `submit` can be called from any thread and does not block; the judge's own thread sends the
 requests, at most `MAX_CONCURRENT_REQUESTS` at a time. Transient failures (no connection, a broken
 connection, 429 and the 5xx of an overloaded or restarting server) are retried with growing,
-jittered pauses until the deadline. Any other status, and an answer that is not a single number, is
-a final error.
+jittered pauses until the deadline or for `MAX_ATTEMPTS` attempts. Any other status, and an answer
+that is not a single number, is a final error.
 
-The response to grade is enclosed in a random delimiter that the policy cannot know. A judge that
-follows instructions inside of it can still be manipulated.
+The response to grade is enclosed between two lines with a random delimiter that the policy cannot
+know. A judge that follows instructions inside the response can still be manipulated.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _RETRY_WAIT = wait_random_exponential(multiplier=0.2, max=10.0)
 
 
 class JudgeError(RewardError):
-    """The judge gave no number; the message names the server and its answer."""
+    """The judge did not answer with a number; the message names the server and its answer."""
 
 
 class _RetryableError(Exception):
-    """A transient failure."""
+    """A transient failure of a request, after which it is sent again."""
 
 
 class LLMJudge:
@@ -80,15 +80,18 @@ class LLMJudge:
     def submit(
         self, question: Sequence[Message], response: str, ground_truth: str | tuple[str, ...]
     ) -> Future[float]:
-        """Request a score for the response.
+        """Request a score for the response, without blocking.
 
         Args:
             question: the messages of the prompt.
-            response: what the assistant wrote.
+            response: the text that the assistant wrote.
             ground_truth: the expected answer, or several.
 
         Returns:
-            The future of the score; it raises `JudgeError`.
+            The future of the score; it raises `JudgeError` if the judge did not return a number.
+
+        Raises:
+            RuntimeError: the judge is closed.
         """
         with self._lock:
             if self._loop.is_closed():
@@ -97,7 +100,7 @@ class LLMJudge:
             return asyncio.run_coroutine_threadsafe(self._request_score(body), self._loop)
 
     def close(self) -> None:
-        """Cancel all requests, whose futures then fail; may be called twice."""
+        """Cancel all requests, so that their futures raise `CancelledError`; safe to call twice."""
         with self._lock:
             if self._loop.is_closed():
                 return
@@ -138,7 +141,7 @@ class LLMJudge:
         }
 
     async def _request_score(self, body: dict[str, Any]) -> float:
-        tries = AsyncRetrying(
+        attempts = AsyncRetrying(
             retry=retry_if_exception_type(_RetryableError),
             stop=stop_after_attempt(MAX_ATTEMPTS),
             wait=_RETRY_WAIT,
@@ -146,13 +149,13 @@ class LLMJudge:
         )
         try:
             async with self._semaphore, asyncio.timeout(self._timeout_s):
-                async for attempt in tries:
+                async for attempt in attempts:
                     with attempt:
                         return self._parse_score(await self._post(body))
         except TimeoutError as error:
-            raise self._error(f"no answer within {self._timeout_s:g} s") from error
+            raise self._make_error(f"no answer within {self._timeout_s:g} s") from error
         except _RetryableError as error:
-            raise self._error(f"{error} in {MAX_ATTEMPTS} attempts") from error
+            raise self._make_error(f"{error} in {MAX_ATTEMPTS} attempts") from error
         raise AssertionError("tenacity returns a result or raises")
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
@@ -165,20 +168,22 @@ class LLMJudge:
         if response.status_code in RETRYABLE_STATUS:
             raise _RetryableError(f"HTTP {response.status_code}")
         if not response.is_success:
-            raise self._error(f"HTTP {response.status_code} {response.text[:200]!r}")
+            raise self._make_error(f"HTTP {response.status_code} {response.text[:200]!r}")
         return response
 
     def _parse_score(self, response: httpx.Response) -> float:
         try:
             text = response.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise self._error(f"an answer without a message: {response.text[:200]!r}") from error
+            raise self._make_error(
+                f"an answer without a message: {response.text[:200]!r}"
+            ) from error
         numbers = _NUMBER.findall(str(text).rpartition("</think>")[2])
         if len(numbers) != 1 or not math.isfinite(float(numbers[0])):
-            raise self._error(f"the text {str(text)[-200:]!r}")
+            raise self._make_error(f"the text {str(text)[-200:]!r}")
         return float(numbers[0])
 
-    def _error(self, got: str) -> JudgeError:
+    def _make_error(self, got: str) -> JudgeError:
         return JudgeError(
             f"reward model {self._model_name} at {self._url}: got {got}, expected one number"
         )

@@ -1,11 +1,12 @@
 """Registry of the built-in reward parts.
 
-A part is a function of a finished trajectory and `reward.*`. It may have a check of the prompts
-that it scores, which runs before anything starts.
+A part is a function of a finished trajectory and the settings `reward.*` that returns a `Score`. It
+may come with a check of the prompts, which runs before the run starts.
 
 To add one:
 
-1. Write it in a new file here, with `@register_reward("name", check=...)`; test hand-worked scores.
+1. Write it in a new file of this package, with `@register_reward("name", check=...)`, and test it
+   on scores that were worked out by hand.
 2. Import that file in `rubric`, which registers the part.
 3. Add the name to `BUILT_IN_PARTS` in `config/sections/reward.py`, to the table of parts in
    `docs/own_reward.md`, and as a preset to `configs/reward/`.
@@ -35,7 +36,7 @@ class RegisteredReward:
     function: PartFunction
     """Returns the score of a trajectory; must not raise for what the policy wrote."""
     check: PromptCheck | None
-    """Raises `ValueError` for a prompt that the part cannot score; None if there is none."""
+    """Raises `ValueError` for a prompt that the part cannot score; None for no check."""
 
 
 REWARDS: dict[str, RegisteredReward] = {}
@@ -45,10 +46,15 @@ REWARDS: dict[str, RegisteredReward] = {}
 def register_reward(
     name: str, *, check: PromptCheck | None = None
 ) -> Callable[[PartFunctionT], PartFunctionT]:
-    """Register the decorated function as the part `name`; `check` is in `RegisteredReward`."""
+    """Register the decorated function as a reward part.
+
+    Args:
+        name: name of the part in `reward.rubric`.
+        check: see `RegisteredReward.check`.
+    """
 
     def register(function: PartFunctionT) -> PartFunctionT:
-        assert name not in REWARDS, f"the part {name} has two functions"
+        assert name not in REWARDS, f"the part {name} is registered twice"
         REWARDS[name] = RegisteredReward(function=function, check=check)
         return function
 
@@ -56,5 +62,5 @@ def register_reward(
 
 
 def assistant_text(trajectory: Trajectory) -> str:
-    """Return the text of all assistant turns."""
+    """Return the text of all assistant turns, concatenated."""
     return "".join(turn.text for turn in trajectory.turns if turn.role is Role.assistant)

@@ -1,16 +1,17 @@
-"""Computes the reward of a trajectory as a weighted sum of parts, chosen by its data source.
+"""Computes the reward of a trajectory as a weighted sum of the parts of its data source.
 
-    value = sum over the parts of its data source of weight * part
+    value = sum over the parts of weight * part
 
-The first part of a source determines `correct`, `f1`, `answer` and `reason`. Parts:
+The rubric of a data source (`reward.rubric`) lists its parts and their weights. The first part
+determines `correct`, `f1`, `answer` and `reason`. A part is one of:
 
-    arpo, arpo_released, function_call, accuracy    computed at once; `registry` says how to add one
+    arpo, arpo_released, function_call, accuracy    built in; `registry` says how to add a part
     name of a tool or simulated user                sum of its step rewards and its final reward
     name of a user function                         computed in worker processes (`user_reward`)
     model                                           an LLM judge at a URL (`llm_judge`), or a reward
                                                     model in a folder
 
-The score is a future if user functions or a judge are involved. A reward model in a folder reads
+The score is a future if the rubric has user functions or a judge. A reward model in a folder reads
 whole batches; its part is added afterwards by `add_model_score`.
 
 `check_rubric_parts` and `check_prompt_rubrics` check the rubrics against the tools and the data of
@@ -53,7 +54,7 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
 
     Args:
         config: the rubrics.
-        names: names of the tools and simulated users.
+        names: names of the run's tools and simulated users.
 
     Raises:
         ValueError: a part does not exist, or its name is ambiguous.
@@ -132,38 +133,49 @@ class WeightedRubric:
         self._judge = judge
 
     def score(self, trajectory: Trajectory) -> Score | Future[Score]:
-        """Return the score, or its future if user functions or a judge take part."""
-        known: dict[str, Score] = {}
-        waiting: dict[str, Future[Score]] = {}
+        """Return the score, or its future if the rubric has user functions or a judge.
+
+        The part of a reward model in a folder is left out (`add_model_score`).
+        """
+        scores: dict[str, Score] = {}
+        futures: dict[str, Future[Score]] = {}
         weights = self._part_weights(trajectory.prompt)
         for name in weights:
             if name in self._functions:
-                waiting[name] = self._submit_user_function(name, trajectory)
+                futures[name] = self._submit_user_function(name, trajectory)
             elif name == MODEL_PART and self._judge is not None:
-                waiting[name] = self._submit_judge(self._judge, trajectory)
+                futures[name] = self._submit_judge(self._judge, trajectory)
             elif name != MODEL_PART:
-                known[name] = self._compute_part(name, trajectory)
-        if not waiting:
-            return _weighted_sum(weights, known)
-        return gather_futures(waiting, lambda scores: _weighted_sum(weights, known | scores))
+                scores[name] = self._compute_part(name, trajectory)
+        if not futures:
+            return _weighted_sum(weights, scores)
+        return gather_futures(futures, lambda results: _weighted_sum(weights, scores | results))
 
     def needs_reward_model(self, prompt: Prompt) -> bool:
         """Return whether the prompt's rubric has a part from a reward model in a folder."""
         return self._judge is None and MODEL_PART in self._part_weights(prompt)
 
     def add_model_score(self, trajectory: Trajectory, value: float) -> Score:
-        """Return the score with the model's part added; `value` is not weighted yet."""
+        """Return the score of a trajectory with the part of the reward model added.
+
+        Args:
+            trajectory: a trajectory with a score of the other parts.
+            value: output of the reward model, not yet multiplied with the weight of the part.
+        """
         assert trajectory.score is not None, "the trajectory has no score yet"
         weights = self._part_weights(trajectory.prompt)
-        model_score = self._numeric_score(value, f"the reward model says {value:.4g}")
-        first = model_score if next(iter(weights)) == MODEL_PART else trajectory.score
-        part = weights[MODEL_PART] * value
+        model_score = self._numeric_score(value, f"the reward model gave {value:.4g}")
+        first_score = model_score if next(iter(weights)) == MODEL_PART else trajectory.score
+        weighted_value = weights[MODEL_PART] * value
         if len(weights) == 1:
-            return replace(model_score, value=part)
-        weighted = {**trajectory.score.parts, MODEL_PART: part}
-        parts = {name: weighted[name] for name in weights}
+            return replace(model_score, value=weighted_value)
+        weighted_values = {**trajectory.score.parts, MODEL_PART: weighted_value}
+        parts = {name: weighted_values[name] for name in weights}
         return replace(
-            first, value=sum(parts.values()), parts=parts, extra_info=trajectory.score.extra_info
+            first_score,
+            value=sum(parts.values()),
+            parts=parts,
+            extra_info=trajectory.score.extra_info,
         )
 
     def _part_weights(self, prompt: Prompt) -> Mapping[str, float]:
@@ -202,37 +214,48 @@ class WeightedRubric:
 
         def to_score(results: Mapping[str, float]) -> Score:
             value = results[MODEL_PART]
-            return self._numeric_score(value, f"the judge says {value:.4g}")
+            return self._numeric_score(value, f"the judge gave {value:.4g}")
 
         return gather_futures({MODEL_PART: future}, to_score)
 
     def _numeric_score(self, value: float, reason: str) -> Score:
-        """Return the score of a part that consists of a number only."""
+        """Return the score of a part that has only a value."""
         correct = value >= self._config.correct_threshold
         return Score(value=value, correct=correct, f1=float(correct), answer="", reason=reason)
 
 
 def _weighted_sum(weights: Mapping[str, float], scores: Mapping[str, Score]) -> Score:
-    """Combine the parts that are known; a reward model in a folder is added later."""
+    """Return the score of the parts in `scores`; a reward model in a folder is added later.
+
+    Args:
+        weights: weight of each part of the rubric by name.
+        scores: score of each part by name, without that of a reward model in a folder.
+    """
     parts = {name: weights[name] * scores[name].value for name in weights if name in scores}
-    fields = {key: value for score in scores.values() for key, value in score.extra_info.items()}
-    first = scores.get(next(iter(weights)), _PENDING_SCORE)
+    extra_info = {
+        key: value for score in scores.values() for key, value in score.extra_info.items()
+    }
+    first_score = scores.get(next(iter(weights)), _PENDING_SCORE)
     return replace(
-        first,
+        first_score,
         value=sum(parts.values()),
         parts=parts if len(weights) > 1 else {},
-        extra_info=fields,
+        extra_info=extra_info,
     )
 
 
 def gather_futures(
     futures: Mapping[str, Future[InputT]], make: Callable[[dict[str, InputT]], ResultT]
 ) -> Future[ResultT]:
-    """Return the future of `make(results by name)`; nothing here blocks.
+    """Return the joined future of several futures, without blocking.
 
-    The joined future is resolved in the thread that resolves the last input, or the first that
-    fails. The first error of an input becomes the error of the joined future; a cancelled input
-    counts as `CancelledError`. Cancelling the joined future cancels the inputs.
+    The joined future is resolved in the thread that resolves the last input, or the first input
+    that fails. The first error of an input becomes the error of the joined future; a cancelled
+    input counts as `CancelledError`. Cancelling the joined future cancels the inputs.
+
+    Args:
+        futures: the inputs by name.
+        make: maps the results of the inputs by name to the result of the joined future.
     """
     joined: Future[ResultT] = Future()
     lock = threading.Lock()

@@ -1,15 +1,16 @@
 """Reward functions of the user, run in worker processes.
 
-The function is named by import path or file, `package.module:compute_score` or
-`/folder/file.py:compute_score`; the name defaults to `compute_score`. It is called as
+The user names the function by import path or file, `package.module:compute_score` or
+`/folder/file.py:compute_score`; the part after the colon defaults to `compute_score`. The function
+is called as
 
     compute_score(data_source=str, solution_str=str, ground_truth=str | list[str],
                   extra_info=dict)
 
 and returns a number, or a dict whose `score` is the number. The other fields of the dict are dumped
 with the trajectory, and become metrics if they are finite numbers. Scalars and arrays of numpy and
-torch count as numbers and lists. `find_problem` checks the function in a worker before a run
-starts; every worker loads it when it starts (`warm_up_call`).
+torch count as numbers and lists. `find_problem` checks the function in a worker process before a
+run starts; every worker process loads the function when the process starts (`warm_up_call`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _KEY = "reward.functions"
 
 
 class UserRewardError(RewardError):
-    """A user function gave no reward; `__cause__` is the error of the worker pool."""
+    """A user function returned no reward; `__cause__` is the error of the worker pool."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -61,11 +62,11 @@ class UserRewardResult:
     value: float
     """The reward, a finite number."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The other fields, as plain JSON values."""
+    """The other fields that the function returned, as plain JSON values."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The fields that are finite numbers or booleans, as floats."""
+        """The values in `fields` that are finite numbers or booleans, as floats."""
         return {
             name: float(value)
             for name, value in self.fields.items()
@@ -74,12 +75,12 @@ class UserRewardResult:
 
 
 class UserRewardFunction:
-    """A user function behind a worker pool that the caller starts and closes.
+    """A user function that a worker pool runs; the caller starts and closes the pool.
 
     Args:
-        pool: runs the function.
-        path: its file or module and its name.
-        first_calls: watches its first calls; None watches none.
+        pool: the worker pool.
+        path: the function, as `package.module:name` or `/folder/file.py:name`.
+        first_calls: detects that the function fails in all of its first calls; None for no check.
     """
 
     def __init__(self, pool: WorkerPool, path: str, first_calls: FirstCalls | None = None) -> None:
@@ -97,10 +98,16 @@ class UserRewardFunction:
     ) -> Future[UserRewardResult]:
         """Submit one response for scoring, without blocking.
 
+        Args:
+            data_source: the data source of the prompt.
+            solution: the decoded response, passed to the function as `solution_str`.
+            ground_truth: the true answer, or several.
+            extra_info: further columns of the prompt.
+
         Returns:
             The future of the result. It raises `UserRewardError` if the function raised, timed out,
-            crashed or did not return a score, and `FirstCallsFailedError` if it raised, timed out
-            or returned no score in all of its first calls.
+            crashed or did not return a score, and `FirstCallsFailedError` if the function raised,
+            timed out or returned no score in all of its first calls.
 
         Raises:
             ValueError: `extra_info` cannot be converted to JSON.
@@ -131,7 +138,7 @@ class UserRewardFunction:
             scored.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))
 
     def _to_reward_error(self, call: int, error: Exception) -> Exception:
-        """Record a failed call; return the error that its future raises."""
+        """Record the outcome of a failed call; return the error that its future raises."""
         text = str(error).removeprefix(f"{_MODULE}:run: ")
         reward_error = UserRewardError(f"reward function {self._path}: {text}")
         reward_error.__cause__ = error
@@ -167,7 +174,7 @@ def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
         `score` and `fields`, as `parse_result` returns them.
 
     Raises:
-        ValueError: the result is no score. Errors of the function itself pass through.
+        ValueError: the function did not return a score. Its own errors pass through.
     """
     function = _load_function(path)
     name = getattr(function, "__name__", path)
@@ -175,19 +182,23 @@ def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_result(result: object, function: str) -> dict[str, Any]:
-    """Return `score`, a finite float, and `fields`, of what a function returned.
+    """Return the score and the fields of a user function's result.
 
     Args:
-        result: what it returned.
-        function: its name and place, for errors.
+        result: the value that the function returned.
+        function: name and location of the function, for errors.
+
+    Returns:
+        A dict of `score`, a finite float, and `fields`, the other fields of a result that is a
+        dict.
 
     Raises:
-        ValueError: the result is no score.
+        ValueError: the result has no finite score, or a field cannot be converted to JSON.
     """
     fields = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in fields:
         raise ValueError(
-            f"{function} returned a dict with the keys {list(fields)}, expected one named score"
+            f"{function} returned a dict with the keys {list(fields)}, expected a key named score"
         )
     score = _finite_score(fields.pop("score"), function)
     for name, value in fields.items():
@@ -205,7 +216,7 @@ def parse_result(result: object, function: str) -> dict[str, Any]:
 def _finite_score(value: object, function: str) -> float:
     message = (
         f"{function} returned the score {value!r:.200} of type {type(value).__name__}, expected a "
-        "finite number, or a dict with one named score"
+        "finite number, or a dict with such a number as score"
     )
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     if item is not None:
@@ -233,7 +244,7 @@ def _check_signature(path: str, function: Callable[..., object]) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return  # a compiled function may have none to read
+        return  # a compiled function may have no signature that can be read
     try:
         signature.bind(**dict.fromkeys(FUNCTION_ARGUMENTS))
     except TypeError as error:
@@ -244,7 +255,8 @@ def _check_signature(path: str, function: Callable[..., object]) -> None:
 def _last_location(error: Exception) -> str:
     """Return the last line of the worker's traceback that names a file.
 
-    Empty if there is none, or if it is in this module, whose error names the function.
+    The result is empty if no line names a file, or if the last one names this module: the error
+    then names the user's function itself.
     """
     if not isinstance(error, FunctionFailedError):
         return ""

@@ -185,7 +185,7 @@ def test_a_judge_reads_the_text_of_the_policy():
     judge.future.set_result(0.8)
     got = future.result(0)
     assert got.parts == {"model": pytest.approx(0.4), "arpo": 1.0}
-    assert not got.correct and got.reason == "the judge says 0.8"
+    assert not got.correct and got.reason == "the judge gave 0.8"
 
 
 @pytest.mark.parametrize("first", ["model", "arpo"])

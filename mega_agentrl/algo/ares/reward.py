@@ -12,8 +12,8 @@ temp = (2, 2.5, 3). With the margin m = max(1, f * max(T, 1)) around the target 
 
 where the argument of huber, and of sat for wrong answers, is clamped below at 0. huber(x) is x^2 /
 (2 kappa) up to kappa and x - kappa / 2 beyond. sat(x) is sigmoid(x / temp) in the rule `released`,
-which pays every wrong answer half of the cap even without exploration; the rule `centred` uses 2
-(sigmoid(x / temp) - 1/2).
+which pays every wrong answer at least half of its maximum even without exploration; the rule
+`centred` uses 2 (sigmoid(x / temp) - 1/2).
 
 Difficulty codes are 0 easy, 1 medium, 2 hard. The reward is 0 for other codes and for targets that
 are not known yet (NaN). In shape suffixes B trajectories, T response positions.
