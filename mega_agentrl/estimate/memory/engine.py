@@ -2,15 +2,16 @@
 
 vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, the largest forward
 pass (which vLLM profiles) and the runtime; the KV cache gets the rest. vLLM's profiling misses the
-CUDA graphs, the entropy tap's copies of the logits, and the buckets of the weight transfer with the
-modules that an update has begun but not completed; these are outside the fraction. Weights arrive
-layer by layer (`planner.transfer_groups`), so that at most those of the largest layer, of a larger
-tensor outside of the layers, or of a bucket are open.
+CUDA graphs, the entropy tap's copies of the logits (`generator.entropy_tap`), the buckets of the
+weight transfer, and the open modules of an update, those whose weights have arrived in part. This
+memory is outside the fraction. Weights arrive layer by layer (`planner.transfer_groups`), so that
+the open modules are at most the largest layer, a larger tensor outside of the layers, or the
+contents of one bucket.
 
-With `cluster.colocated` the policy leaves some memory allocated while the engine is awake, and the
-engine while it sleeps (`sleeping_bytes`).
+With `cluster.colocated` the policy keeps some memory allocated while the engine is awake, and the
+engine keeps some while it sleeps (`sleeping_bytes`).
 
-    KV bytes per token   2 * layers * key heads of the rank * head width * bytes of a number
+    KV bytes per token   2 * layers * key heads of the rank * head width * bytes of an element
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 _FLOAT_BYTES = 4
 _CUDA_GRAPH_BYTES = GIB
+"""Assumed bytes of the CUDA graphs of an engine rank."""
 MIN_BATCHED_TOKENS = 8192
 """Minimum number of tokens per forward pass, which `generator.engine_args` requests."""
 
@@ -53,7 +55,7 @@ class EngineMemory:
     runtime: int
     """Bytes of the CUDA context and libraries."""
     kv_cache: int
-    """Bytes of the KV cache; negative if the rest does not fit."""
+    """Bytes of the KV cache; negative if the rest of vLLM's share does not fit."""
     entropy_tap: int
     """Bytes of the entropy tap's copies of the logits."""
     transfer: int
@@ -99,9 +101,9 @@ def estimate_engine_memory(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec
 ) -> EngineMemory:
     """Return the memory of an engine rank; all ranks need the same."""
-    engine, item = config.engine, device.item_bytes(config.model.dtype)
-    weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item
-    activations = _num_activation_elements(config, shape) * item
+    engine, item_bytes = config.engine, device.item_bytes(config.model.dtype)
+    weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item_bytes
+    activations = _num_activation_elements(config, shape) * item_bytes
     num_logits = engine.max_num_seqs * shape.vocab_size
     logits = num_logits * 3 * _FLOAT_BYTES
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
@@ -112,27 +114,27 @@ def estimate_engine_memory(
         # Models on CPUs are small: a bucket holds no more than the rank receives.
         bucket = min(bucket, weights)
         runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
-    used = weights + activations + logits + runtime
+    used_bytes = weights + activations + logits + runtime
     if device.memory_gib is None:
-        share = float(engine.cpu_kv_cache_gib * GIB + used)
+        share = float(engine.cpu_kv_cache_gib * GIB + used_bytes)
     else:
         share = engine.gpu_memory_utilization * device.memory_gib * GIB
     kv_heads = max(1, shape.num_kv_heads // engine.tensor_parallel_size)
     buckets = 2 * bucket
-    opened = max(bucket, num_open_elements(shape, engine.tensor_parallel_size) * item)
-    shared = config.cluster.colocated and device.is_gpu
+    open_modules = max(bucket, num_open_elements(shape, engine.tensor_parallel_size) * item_bytes)
+    shares_gpu = config.cluster.colocated and device.is_gpu
     return EngineMemory(
         weights=weights,
         activations=activations,
         logits=logits,
         runtime=runtime,
-        kv_cache=round(share) - used,
+        kv_cache=round(share) - used_bytes,
         entropy_tap=3 * num_logits * _FLOAT_BYTES,
-        transfer=buckets + opened,
+        transfer=buckets + open_modules,
         cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
-        kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item,
+        kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item_bytes,
         vllm_share=share,
-        colocated_policy=device.policy_runtime_bytes + buckets if shared else 0,
+        colocated_policy=device.policy_runtime_bytes + buckets if shares_gpu else 0,
         resident_buckets=buckets,
     )
 
@@ -158,7 +160,11 @@ def _num_layer_elements(sample: ModelShape, tensor_size: int, layer: int) -> int
 
 @lru_cache(maxsize=64)
 def num_open_elements(shape: ModelShape, tensor_size: int) -> int:
-    """Return the elements of the largest unit of an update (`transfer_unit`) on a tensor rank."""
+    """Return the elements of the largest unit of an update on a tensor rank.
+
+    A unit (`transfer_unit`) is a layer, or a tensor outside of the layers. Its modules are open
+    until all of its weights have arrived.
+    """
     shards_by_unit: dict[str, list[ShardLayout]] = defaultdict(list)
     for shard in engine_shard_layouts(one_layer_per_type(shape), 0, tensor_size):
         shards_by_unit[transfer_unit(shard.name)].append(shard)
@@ -166,13 +172,16 @@ def num_open_elements(shape: ModelShape, tensor_size: int) -> int:
 
 
 def _num_activation_elements(config: TrainConfig, shape: ModelShape) -> int:
-    """Return the elements of the largest pass: residual, two hidden states, inner products."""
+    """Return the activation elements of the largest forward pass on a tensor rank.
+
+    They are the residual, two hidden states and the inner products of attention, MLP or experts.
+    """
     tensor = config.engine.tensor_parallel_size
     tokens = max(MIN_BATCHED_TOKENS, config.engine.max_model_len)
     inner = 3 * shape.ffn_hidden_size // tensor
     if shape.moe is not None:
-        copies = shape.moe.top_k
-        sparse = copies * (3 * shape.moe.ffn_hidden_size // tensor + shape.hidden_size)
+        num_copies = shape.moe.top_k
+        sparse = num_copies * (3 * shape.moe.ffn_hidden_size // tensor + shape.hidden_size)
         inner = sparse if all(shape.moe.moe_layer_pattern) else max(inner, sparse)
     kv_heads = max(1, shape.num_kv_heads // tensor)
     attention = 2 * (shape.num_heads // tensor + kv_heads) * shape.head_dim

@@ -1,12 +1,12 @@
 """Derives the weight layout of vLLM's tensor ranks from the model shape, without vLLM.
 
-A run traces vLLM's own loader instead (`generator.weights.loader_trace`), but login nodes have no
-vLLM. The supported model families are split as follows:
+A run traces vLLM's own loader instead (`generator.weights.loader_trace`), but a preflight check on
+a login node has no vLLM. The weights of the supported model families are split as follows:
 
-    vocabulary     rows, padded to a multiple of 64 and of the ranks
-    q, k, v        rows by whole heads; with more ranks than key heads, ranks share one
-    o, down        columns; biases are replicated
-    gate, up       rows, also those of every expert
+    vocabulary     by rows, padded to a multiple of 64 and of the number of ranks
+    q, k, v        by rows in whole heads; with more ranks than key heads, ranks share a key head
+    o, down        by columns; biases are replicated
+    gate, up       by rows, also for every expert
     norms, router  replicated
 """
 
@@ -77,8 +77,8 @@ def _attention_shards(
     width = shape.head_dim
     queries = shape.num_heads // size * width
     keys = max(1, shape.num_kv_heads // size) * width
-    first = rank * shape.num_kv_heads // size * width
-    spans = {"q": (rank * queries, queries), "k": (first, keys), "v": (first, keys)}
+    first_key = rank * shape.num_kv_heads // size * width
+    spans = {"q": (rank * queries, queries), "k": (first_key, keys), "v": (first_key, keys)}
     for letter, (start, count) in spans.items():
         name = f"{prefix}{letter}_proj"
         yield from _split_rows(name, start, count, shape.hidden_size, bias=shape.qkv_bias)
@@ -97,11 +97,11 @@ def _mlp_shards(
         yield _replicated_shard(f"{prefix}gate.weight", (shape.moe.num_experts, shape.hidden_size))
         inner = shape.moe.ffn_hidden_size
         names = [f"{prefix}experts.{expert}." for expert in range(shape.moe.num_experts)]
-    part, bias = inner // size, shape.mlp_bias and not sparse
+    width, bias = inner // size, shape.mlp_bias and not sparse
     for name in names:
-        for half in ("gate", "up"):
+        for projection in ("gate", "up"):
             yield from _split_rows(
-                f"{name}{half}_proj", rank * part, part, shape.hidden_size, bias=bias
+                f"{name}{projection}_proj", rank * width, width, shape.hidden_size, bias=bias
             )
         full = (shape.hidden_size, inner)
         yield from _split_columns(f"{name}down_proj", full, rank, size, bias=bias)

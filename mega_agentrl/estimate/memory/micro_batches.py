@@ -1,14 +1,14 @@
 """Bounds the micro-batches of a policy rank from the configuration.
 
-The tokens of a micro-batch, of which those that rows share count once, are at most
-`optim.micro_batch_tokens` on each rank. Two sizes grow with the rows instead. The losses see one
-row per trajectory, padded to T positions, and the rows of a data rank may all be in one
-micro-batch if they share nearly all of their tokens. And the attention gathers the keys of every
-branch along its path: a token is a key once for each row that contains it, so that there are at
-most as many keys as in flat rows, and at most as many as tokens times rows of a tree.
+A micro-batch has at most `optim.micro_batch_tokens` tokens on each rank, where tokens that rows
+share count once. Two sizes grow with the number of rows instead. First, the losses see one row for
+each trajectory, padded to T positions, and all rows of a data rank may be in one micro-batch if
+they share nearly all of their tokens. Second, the attention gathers the keys of every branch along
+its path: a token is a key once for each row that contains it, so that there are at most as many
+keys as in flat rows, and at most as many as tokens times rows of a tree.
 
-Data ranks are assumed to train on equally many prompts. They are balanced by cost, so that a rank
-with cheaper trees may have more.
+The bounds assume that all data ranks train on equally many prompts. In fact they are balanced by
+cost, so that a rank with cheaper trees may have more prompts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchBounds:
-    """Upper bounds, reached when every trajectory has its full length."""
+    """Upper bounds, which are reached if every trajectory has its full length."""
 
     tokens: int
     """Tokens of a micro-batch on one rank; tokens that rows share count once."""
     num_micro_batches: int
     """Micro-batches of a data rank in an optimizer step."""
     num_rows: int
-    """Rows of a data rank in an optimizer step, which may be one micro-batch."""
+    """Rows of a data rank in an optimizer step, which may all be in one micro-batch."""
     num_keys: int
-    """Keys that a layer's attention gathers on one rank along the paths of trees; 0 where no tree
-    has a fork, and with a kernel that gathers none (`model.tree_attention`)."""
+    """Keys that a layer's attention gathers on one rank along the paths of trees; 0 if no tree has
+    a fork, or if the kernel gathers no keys (`model.tree_attention`)."""
 
 
 def max_row_tokens(config: TrainConfig) -> int:
@@ -47,7 +47,7 @@ def max_row_tokens(config: TrainConfig) -> int:
 
 
 def bound_micro_batches(config: TrainConfig, tokens: int | None = None) -> MicroBatchBounds:
-    """Return the bounds of a run.
+    """Return the bounds of a run's micro-batches.
 
     Args:
         config: The run.
@@ -75,9 +75,10 @@ def bound_micro_batches(config: TrainConfig, tokens: int | None = None) -> Micro
 
 
 def _max_path_keys(config: TrainConfig, tokens: int, num_rows: int, num_trees: int) -> int:
+    """Return `MicroBatchBounds.num_keys` for these tokens, rows and trees of a micro-batch."""
     tree_rows, context = _rows_per_tree(config), config.parallel.context
-    gathers = config.batch.trees and config.model.tree_attention is TreeAttention.gather
-    if not gathers or tree_rows == 1:
+    gathers_keys = config.batch.trees and config.model.tree_attention is TreeAttention.gather
+    if not gathers_keys or tree_rows == 1:
         return 0
     # A context rank has two chunks of a tree, and may have a branch in both.
     num_cuts = 1 if context > 1 else 0
@@ -86,7 +87,7 @@ def _max_path_keys(config: TrainConfig, tokens: int, num_rows: int, num_trees: i
 
 
 def _prompts_per_minibatch(config: TrainConfig) -> float:
-    """Return the largest number of prompts of an optimizer step, which are whole if possible."""
+    """Return the largest number of prompts of an optimizer step; below 1 if prompts are divided."""
     num_prompts = config.data.prompts_per_step / config.optim.num_minibatches
     return num_prompts if num_prompts < 1 else ceil(num_prompts)
 

@@ -3,18 +3,19 @@
     weights    training dtype; in padded flat buffers with the distributed optimizer
     gradients  float32, in flat buffers, on every replica
     optimizer  two float32 moments, and float32 master weights unless the weights are float32, for
-               the elements that the replica steps
+               the elements that the replica updates
 
-All ranks of a pipeline stage hold the same number of parameters, so one rank represents its stage;
-of its replicas the one that steps the most elements counts. The reference policy of a KL term is a
-copy of the weights in pinned host memory, whose blocks are rounded up to powers of two bytes.
+The replicas of a parameter are the ranks that hold the same shard of it. All ranks of a pipeline
+stage hold the same number of parameters, so one rank represents its stage; its optimizer state is
+that of the replica that updates the most elements. The reference policy of a KL term is a copy of
+the weights in pinned host memory, whose blocks are rounded up to powers of two bytes.
 
 Each model chunk of a rank has one of Megatron's flat buffers for dense parameters and one for
 expert parameters, both in reverse parameter order. With the distributed optimizer weights and
 gradients are in such buffers: every parameter starts at a multiple of 64 elements; every bucket
 ends at a multiple of lcm(replicas, 128); a shared embedding has its own bucket; replica r of n
-steps the r-th of n equal parts of each bucket. Without it there is no padding, weights are separate
-tensors, and every replica steps all parameters.
+updates the r-th of n equal parts of each bucket. Without the distributed optimizer there is no
+padding, weights are separate tensors, and every replica updates all parameters.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ if TYPE_CHECKING:
 
 _FLOAT32_BYTES = 4
 _PINNED_BLOCK_BYTES = 2**28
+"""Bytes of the largest block of pinned host memory."""
 _PARAMETER_MULTIPLE = 64
+"""Elements of which the start of a parameter in a flat buffer is a multiple."""
 _BUCKET_MULTIPLE = 128
+"""Elements of which the end of a bucket is a multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,8 @@ class RankParameter:
     is_expert: bool
     """Whether the parameter belongs to an expert."""
     is_shared_embedding: bool
-    """Whether it is one of the two copies of a tied embedding, on the first or last stage."""
+    """Whether the parameter is one of the two copies of a tied embedding, which are on the first
+    and on the last pipeline stage."""
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -114,45 +119,51 @@ def _model_chunk(name: str, rank: ModelParallelRank) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """One flat buffer of a rank."""
+    """One of Megatron's flat buffers on a rank."""
 
     is_expert: bool
     """Whether the buffer holds expert parameters."""
     numel: int
     """Number of elements, padding included."""
     owned_by_replica: tuple[int, ...]
-    """Number of parameter elements that each replica steps, without padding."""
+    """Number of parameter elements that each replica updates, without padding."""
 
 
 def flat_buffers(parameters: Sequence[RankParameter], layout: ParallelConfig) -> list[FlatBuffer]:
-    """Return the non-empty buffers of one rank: by chunk, dense before experts."""
-    stage_ranks = layout.tensor * layout.context * layout.data
+    """Return the non-empty flat buffers of one rank: by chunk, dense before experts."""
+    num_stage_ranks = layout.tensor * layout.context * layout.data
     buffers = []
     for _, group in groupby(parameters, key=lambda parameter: parameter.chunk):
         chunk = list(group)
         for expert in (False, True):
             num_replicas = layout.data * layout.context
             if expert:
-                num_replicas = stage_ranks // (layout.expert * layout.expert_tensor_size)
+                num_replicas = num_stage_ranks // (layout.expert * layout.expert_tensor_size)
             members = [parameter for parameter in chunk if parameter.is_expert is expert]
             if members:
-                numel, owned = _buffer_layout(
+                numel, owned_by_replica = _buffer_layout(
                     members, num_replicas, padded=layout.distributed_optimizer
                 )
-                buffers.append(FlatBuffer(expert, numel, owned))
+                buffers.append(FlatBuffer(expert, numel, owned_by_replica))
     return buffers
 
 
 def _buffer_layout(
     parameters: Sequence[RankParameter], num_replicas: int, *, padded: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the number of elements of the buffer and the number that each replica steps."""
+    """Return the number of elements of the buffer and the number that each replica updates.
+
+    Args:
+        parameters: The parameters of the buffer, in the order of the model.
+        num_replicas: Number of ranks with the same parameters.
+        padded: Whether the buffer is padded and divided for the distributed optimizer.
+    """
     if not padded:
         numel = sum(parameter.numel for parameter in parameters)
         return numel, (numel,) * num_replicas
     multiple = lcm(num_replicas, _BUCKET_MULTIPLE)
-    owned = [0] * num_replicas
-    end = 0
+    owned_by_replica = [0] * num_replicas
+    numel = 0
     for bucket in _buckets(parameters):
         spans, stop = [], 0
         for parameter in bucket:
@@ -161,27 +172,32 @@ def _buffer_layout(
             spans.append((start, stop))
         size = round_up(stop, multiple)
         for replica, count in _replica_shares(spans, size // num_replicas):
-            owned[replica] += count
-        end += size
-    return end, tuple(owned)
+            owned_by_replica[replica] += count
+        numel += size
+    return numel, tuple(owned_by_replica)
 
 
 def _buckets(parameters: Sequence[RankParameter]) -> Iterator[list[RankParameter]]:
     """Yield the parameters of each bucket in reverse order; a shared embedding is separate."""
-    for _, run in groupby(
+    for _, bucket in groupby(
         reversed(parameters), key=lambda parameter: parameter.is_shared_embedding
     ):
-        yield list(run)
+        yield list(bucket)
 
 
 def _replica_shares(spans: Sequence[tuple[int, int]], share: int) -> Iterator[tuple[int, int]]:
-    """Yield (replica, number of its elements) for every replica that a span touches."""
+    """Yield (replica, number of elements) for each part of a span that one replica updates.
+
+    Args:
+        spans: Start and stop of each parameter in the bucket.
+        share: Number of elements of the bucket per replica.
+    """
     for start, stop in spans:
         while start < stop:
             replica = start // share
-            border = min(stop, (replica + 1) * share)
-            yield replica, border - start
-            start = border
+            share_stop = min(stop, (replica + 1) * share)
+            yield replica, share_stop - start
+            start = share_stop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +207,8 @@ class ModelState:
     num_parameters: int
     """Number of parameter elements, without padding."""
     largest_parameter: int
-    """Bytes of the largest parameter in the training dtype, of a temporary copy of its gradient."""
+    """Bytes of the largest parameter in the training dtype, which a temporary copy of its gradient
+    takes in the backward pass."""
     weights: int
     """Bytes of the weights."""
     gradients: int
@@ -202,8 +219,10 @@ class ModelState:
     @property
     def host_copy_bytes(self) -> int:
         """Bytes of pinned host memory for a copy of the weights."""
-        whole, rest = divmod(self.weights, _PINNED_BLOCK_BYTES)
-        return whole * _PINNED_BLOCK_BYTES + (1 << (rest - 1).bit_length() if rest else 0)
+        num_blocks, rest_bytes = divmod(self.weights, _PINNED_BLOCK_BYTES)
+        return num_blocks * _PINNED_BLOCK_BYTES + (
+            1 << (rest_bytes - 1).bit_length() if rest_bytes else 0
+        )
 
 
 def estimate_model_state(
@@ -231,26 +250,32 @@ def estimate_model_state(
     parameters = rank_parameters(shape, layout, stage)
     buffers = flat_buffers(parameters, layout)
     numel = sum(buffer.numel for buffer in buffers)
-    stepped = sum(
-        _max_stepped_elements(buffers, expert=expert, replica=index)
+    num_updated = sum(
+        _num_updated_elements(buffers, expert=expert, replica=index)
         for expert, index in ((False, replica), (True, expert_replica))
     )
-    copies = 2 if item_bytes == _FLOAT32_BYTES else 3
+    num_copies = 2 if item_bytes == _FLOAT32_BYTES else 3
     return ModelState(
         num_parameters=sum(parameter.numel for parameter in parameters),
         largest_parameter=max(parameter.numel for parameter in parameters) * item_bytes,
         weights=numel * item_bytes,
         gradients=numel * _FLOAT32_BYTES,
-        optimizer=stepped * copies * _FLOAT32_BYTES,
+        optimizer=num_updated * num_copies * _FLOAT32_BYTES,
     )
 
 
-def _max_stepped_elements(
+def _num_updated_elements(
     buffers: Sequence[FlatBuffer], *, expert: bool, replica: int | None
 ) -> int:
-    """Return the number of dense or expert elements that one replica steps."""
-    owned = [buffer.owned_by_replica for buffer in buffers if buffer.is_expert is expert]
-    by_replica: list[int] = [sum(shares) for shares in zip(*owned, strict=True)]
+    """Return the number of dense or expert elements that a replica updates.
+
+    Args:
+        buffers: All buffers of the rank.
+        expert: Whether to count expert elements instead of dense ones.
+        replica: Index of the replica; None for the replica that updates the most elements.
+    """
+    by_buffer = [buffer.owned_by_replica for buffer in buffers if buffer.is_expert is expert]
+    by_replica: list[int] = [sum(shares) for shares in zip(*by_buffer, strict=True)]
     if not by_replica:
         return 0
     return max(by_replica) if replica is None else by_replica[replica]

@@ -1,18 +1,19 @@
 """Estimates the memory of the ranks of policy and critic, part by part, by pipeline stage.
 
     permanent    weights, gradients, optimizer, runtime
-    alternating  a training pass (activations and the losses' tensors by row, plus the workspace of
-                 the head, of one layer's backward pass, or of its attention along the paths of
-                 trees), or the reference weights on their way to the device in chunks, or two
-                 buckets of the weight transfer
+    alternating  a training pass: activations and the losses' tensors by row, plus the workspace of
+                 the head, of one layer's backward pass, or of one layer's attention along the paths
+                 of trees
+                 or a chunk of the reference weights that is copied to the device
+                 or two buckets of the weight transfer
 
 The peak is the permanent part plus the largest alternating one. On shared GPUs
 (`cluster.colocated`) a sleeping engine permanently keeps some memory. During the weight transfer
-the weights of both sides are on the GPU, but neither gradients and optimizer state nor a KV cache;
-this may be the peak.
+the weights of policy and engine are on the GPU, but no gradients, optimizer state or KV cache; this
+may be the peak.
 
-The critic is the policy's transformer with a scalar head, on ranks of its own: a policy without
-vocabulary head, reference and weight transfer.
+The critic is the policy's transformer with a scalar head, on ranks of its own. Its estimate is that
+of a policy without vocabulary head, reference and weight transfer.
 """
 
 from __future__ import annotations
@@ -64,19 +65,18 @@ class PolicyMemory:
     gathers keys along the paths of trees."""
     row_tensors: int
     """Bytes of the losses' tensors by row and response position, and of the indices that fill
-    them. Trees have as many rows as trajectories, whatever they share."""
+    them. A tree has as many rows as trajectories, however many tokens they share."""
     head_workspace: int
     """Bytes of the vocabulary head's workspace, 0 except on the last stage."""
     layer_workspace: int
-    """Temporary bytes of the backward pass of one layer, with the activations that it computes
-    again."""
+    """Temporary bytes of the backward pass of one layer, the recomputed activations included."""
     path_attention: int
-    """Temporary bytes of the attention of one layer along the paths of trees, with the activations
-    that the layer computes again; 0 without trees."""
+    """Temporary bytes of the attention of one layer along the paths of trees, the recomputed
+    activations included; 0 if no keys are gathered (`MicroBatchBounds.num_keys`)."""
     transfer_buckets: int
     """Bytes of the weight transfer's buckets."""
     reference_staging: int
-    """Bytes of the chunk in which reference weights are copied to the device."""
+    """Bytes of the device buffer through which reference weights are copied in chunks."""
     runtime: int
     """Bytes of the CUDA context and libraries."""
     pinned_host: int
@@ -88,20 +88,20 @@ class PolicyMemory:
 
     @property
     def training_pass(self) -> int:
-        """Peak bytes of forward and backward pass of the micro-batches."""
+        """Peak bytes of the forward and backward passes, without the permanent part."""
         workspace = max(self.head_workspace, self.layer_workspace, self.path_attention)
         return self.activations + self.row_tensors + workspace
 
     @property
     def peak(self) -> int:
         """Peak bytes on the device."""
-        fixed = self.weights + self.gradients + self.optimizer + self.runtime
+        permanent = self.weights + self.gradients + self.optimizer + self.runtime
         training = self.training_pass
         if not self.sleeping_engine:
-            return fixed + max(training, self.transfer_buckets, self.reference_staging)
+            return permanent + max(training, self.transfer_buckets, self.reference_staging)
         # The transfer buckets stay allocated from the first transfer on.
         training_peak = (
-            fixed
+            permanent
             + self.transfer_buckets
             + max(training, self.reference_staging)
             + self.sleeping_engine
@@ -213,12 +213,12 @@ def estimate_critic_memory(
 ) -> list[PolicyMemory]:
     """Return the critic's memory by pipeline stage; empty without a critic.
 
-    `shape` is that of the policy; see `estimate_policy_memory`.
+    The arguments are those of `estimate_policy_memory`; `shape` is the shape of the policy.
     """
     if not config.algo.needs_critic or config.is_eval_only:
         return []
     stages = estimate_policy_memory(config, shape.with_scalar_head(), device, imbalance=imbalance)
-    unused = dict.fromkeys(
+    unused_parts = dict.fromkeys(
         (
             "head_workspace",
             "transfer_buckets",
@@ -229,4 +229,4 @@ def estimate_critic_memory(
         ),
         0,
     )
-    return [replace(memory, **unused) for memory in stages]
+    return [replace(memory, **unused_parts) for memory in stages]
