@@ -1,8 +1,8 @@
 """Describes the devices that a run is planned for, and their memory overhead besides tensors.
 
 The runtime bytes (CUDA context, communicators, library workspaces) and the reserved fraction
-(allocator fragmentation) are assumptions; everything else in the estimates is counted. The CPU
-constants were measured with `tools/bench_memory.py`.
+(allocator fragmentation) are assumptions; the estimates count everything else. The constants for
+CPUs were measured with `tools/bench_memory.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CPU_KERNEL_BYTES = 90 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """A GPU, or a CPU whose memory is taken as unlimited."""
+    """The device of a rank: a GPU, or a CPU whose memory is assumed to be unlimited."""
 
     memory_gib: float | None = 80.0
     """Memory of a GPU in GiB; None for a CPU."""
@@ -55,5 +55,9 @@ class DeviceSpec:
         return self.memory_gib * GIB * (1 - self.reserved_fraction)
 
     def item_bytes(self, dtype: Dtype) -> int:
-        """Return the bytes of one weight of policy and engines, and of a number in a KV cache."""
+        """Return the bytes of one weight, activation or KV cache element in this dtype.
+
+        Args:
+            dtype: `model.dtype`; `auto` depends on the device.
+        """
         return 2 if dtype.resolve(on_gpu=self.is_gpu) is Dtype.bfloat16 else 4

@@ -1,8 +1,10 @@
 """Counts the model FLOPs of a batch, and lists the peak FLOP/s of GPUs.
 
-A matrix product [m, k] x [k, n] counts 2 m k n. The forward pass of a layer costs, per token,
+A matrix product [m, k] x [k, n] counts 2 m k n. The forward pass of a layer costs, per token, with
+hidden size h, q query heads and kv key heads of width d, inner width f of the MLP and f_e of an
+expert,
 
-    attention linears   2 h d (2 q + 2 kv)      q, kv: numbers of heads, d: head width
+    attention linears   2 h d (2 q + 2 kv)
     dense MLP           2 * 3 h f
     experts             2 * 3 h f_e k + 2 h E   k of E experts, and the router
 
@@ -10,14 +12,15 @@ and for a sequence of S tokens with causal attention
 
     attention scores    2 * 2 q d * S (S + 1) / 2
 
-The output layer costs 2 h V for each scored token. A backward pass costs twice a forward pass.
+The output layer costs 2 h V for each scored token, V being the size of the vocabulary. A backward
+pass costs twice as much as a forward pass.
 Embedding, norms, activations, rotary embeddings, padding and recomputation are not counted. These
 are model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), except that PaLM
 also counts the masked half of the attention.
 
-Peaks are dense bfloat16, from NVIDIA's data sheets (which list twice as much with sparsity): A100
-SXM and PCIe 312 TFLOP/s; H100 SXM 989, PCIe 756, NVL 835; H200 SXM 989, NVL 836; B200 HGX 2250.
-Runs on other GPUs report no MFU.
+The peaks are those of dense bfloat16 in NVIDIA's data sheets (which list twice as much with
+sparsity): A100 SXM and PCIe 312 TFLOP/s; H100 SXM 989, PCIe 756, NVL 835; H200 SXM 989, NVL 836;
+B200 HGX 2250. Runs on other GPUs report no MFU.
 """
 
 from __future__ import annotations
@@ -77,13 +80,13 @@ def forward_flops(
         shape: The model.
         lengths: Number of tokens of each sequence.
         num_scored: Number of tokens that go through the output layer.
-        shared_lengths: Number of leading tokens of each sequence that are computed with the one
-            before it; None for none.
+        shared_lengths: Number of leading tokens that each sequence shares with the sequence before
+            it, which are computed once; None if the sequences share nothing.
     """
     shared = [0] * len(lengths) if shared_lengths is None else shared_lengths
     num_tokens = sum(lengths) - sum(shared)
     per_token = sum(layer_flops_per_token(shape, layer) for layer in range(shape.num_layers))
-    num_pairs = sum(map(_triangle, lengths)) - sum(map(_triangle, shared))
+    num_pairs = sum(map(_num_causal_pairs, lengths)) - sum(map(_num_causal_pairs, shared))
     query = shape.num_heads * shape.head_dim
     return ForwardFlops(
         linears=float(num_tokens * per_token),
@@ -94,8 +97,8 @@ def forward_flops(
 
 def layer_flops_per_token(shape: ModelShape, layer: int) -> int:
     """Return the FLOPs of one layer's linears for one token in the forward pass."""
-    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
-    attention = 2 * shape.hidden_size * shape.head_dim * heads
+    num_heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+    attention = 2 * shape.hidden_size * shape.head_dim * num_heads
     if shape.moe is None or not shape.is_moe_layer(layer):
         return attention + 6 * shape.hidden_size * shape.ffn_hidden_size
     moe = shape.moe
@@ -119,8 +122,8 @@ def train_flops(
 
 def pairs_per_token(shape: ModelShape) -> float:
     """Return how many attention scores cost as many FLOPs as all linears for one token."""
-    one = forward_flops(shape, [1], num_scored=1)
-    return (one.linears + one.output_layer) / one.attention_scores
+    token = forward_flops(shape, [1], num_scored=1)
+    return (token.linears + token.output_layer) / token.attention_scores
 
 
 def peak_flops(gpu_name: str) -> float | None:
@@ -134,5 +137,6 @@ def peak_flops(gpu_name: str) -> float | None:
     return next((peak for name, peak in _PEAK_FLOPS if name.search(gpu_name)), None)
 
 
-def _triangle(length: int) -> int:
+def _num_causal_pairs(length: int) -> int:
+    """Return the number of causal attention scores of a sequence."""
     return length * (length + 1) // 2

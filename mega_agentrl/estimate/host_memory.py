@@ -1,4 +1,4 @@
-"""Measures the host memory that a process takes for its model, to compare with the estimate.
+"""Measures the host memory that a process takes for its model, to compare it with the estimate.
 
     peak_mib = peak of the private pages since `start` - private pages at `start`
 
@@ -7,8 +7,8 @@ library code, mapped files and shared memory. The kernel keeps a peak (VmHWM) on
 pages, so the current file and shared pages are subtracted from it, which is exact while they only
 grow.
 
-Call `start` when the libraries are loaded and before the model is built. It also makes malloc map
-large blocks separately, so that they return to the system when they are freed; otherwise
+Call `start` when the libraries are loaded and before the model is built. `start` also makes malloc
+map large blocks separately, so that they return to the system when they are freed; otherwise
 fragmentation makes the heap grow to an unpredictable multiple of the tensors.
 """
 
@@ -63,6 +63,7 @@ class HostMemoryTracker:
 
     def __init__(self) -> None:
         self.baseline: ResidentMemory | None = None
+        """Memory of the process at `start`; None before it."""
 
     def start(self) -> None:
         """Start tracking; later calls do nothing."""
@@ -76,9 +77,9 @@ class HostMemoryTracker:
         self.baseline = ResidentMemory.current()
 
     def trim(self) -> None:
-        """Return free pages between small blocks, such as short tensors, to the system (5 ms).
+        """Return free pages between small blocks, such as short tensors, to the system.
 
-        Does nothing before `start`.
+        A call takes about 5 ms. Before `start` it does nothing.
         """
         if self.baseline is not None:
             ctypes.CDLL(None).malloc_trim(0)

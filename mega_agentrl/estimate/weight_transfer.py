@@ -1,10 +1,10 @@
 """Predicts the weight update of a configuration: bytes by link type, and seconds.
 
 The plan is the one that the run would make (`reshard.planner`). The layouts of trainer ranks are
-derived from the model mapping, those of engine ranks from `engine_layout`. Planning a model of
-hundreds of billions of parameters on hundreds of ranks takes seconds. Three simplifications change
-no byte count: context ranks count as data ranks, expert-tensor ranks as expert ranks, and virtual
-pipeline stages as one run of layers.
+derived from the model mapping, those of engine ranks from `memory.engine_layout`. Planning a model
+of hundreds of billions of parameters on hundreds of ranks takes seconds. Three simplifications
+change no byte count: context ranks count as data ranks, expert-tensor ranks as expert ranks, and
+the virtual pipeline stages of a rank as one run of layers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,14 @@ class TransferEstimate:
 def estimate_transfer(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec, speeds: LinkSpeeds | None = None
 ) -> TransferEstimate:
-    """Plan an update of all engines and count its traffic; `speeds` defaults to H100 nodes."""
+    """Plan one full weight update of all engines and return its traffic.
+
+    Args:
+        config: The run.
+        shape: The model.
+        device: The device of a rank.
+        speeds: Speeds of the links; None for those of H100 nodes.
+    """
     speeds = speeds or LinkSpeeds()
     sizes = trainer_parallel_sizes(config, shape)
     tensor, engines = config.engine.tensor_parallel_size, config.cluster.num_engines
@@ -66,9 +73,9 @@ def estimate_transfer(
     )
     sample, rank_sets = one_layer_per_type(shape), RankSetCache()
     trainer_owners = expand_trainer_owners(shape, sizes, rank_sets)
-    engine = [engine_shard_layouts(sample, rank, tensor) for rank in range(tensor)]
+    engine_layouts = [engine_shard_layouts(sample, rank, tensor) for rank in range(tensor)]
     rollout_owners = expand_rollout_owners(
-        shape, engine, engines, rank_sets, first_rank=sizes.num_ranks
+        shape, engine_layouts, engines, rank_sets, first_rank=sizes.num_ranks
     )
     names = list(hf_shapes(shape))
     plan = plan_from_groups(
@@ -80,22 +87,22 @@ def estimate_transfer(
         bucket_bytes=config.weight_sync.bucket_mib * MIB,
     )
     traffic = count_traffic(plan, locations, speeds)
-    max_received = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
-    assert max_received <= num_engine_rank_parameters(shape, tensor) * DTYPE_BYTES[dtype], (
+    max_received_bytes = max(traffic.received_bytes_of(rank) for rank in plan.rollout_ranks)
+    assert max_received_bytes <= num_engine_rank_parameters(shape, tensor) * DTYPE_BYTES[dtype], (
         "an engine rank receives more than it holds"
     )
     return TransferEstimate(
-        max_bytes_per_engine_rank=max_received,
+        max_bytes_per_engine_rank=max_received_bytes,
         bytes_by_link={str(link): traffic.total_bytes(link) for link in LinkType},
         min_network_bytes=traffic.min_network_bytes,
         num_buckets=len(plan.buckets),
         predicted_s=traffic.predicted_s,
-        lower_bound_s=max_received / speeds.network,
+        lower_bound_s=max_received_bytes / speeds.network,
     )
 
 
 def trainer_parallel_sizes(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:
-    """Return the policy's parallel sizes as the planner counts them."""
+    """Return the policy's parallel sizes with the simplifications of this module."""
     layout = config.parallel
     expert = layout.expert * layout.expert_tensor_size if shape.moe else 1
     if shape.moe and shape.moe.num_experts % expert:
@@ -125,7 +132,7 @@ def plan_rank_locations(
         tensor_size: Tensor-parallel size of an engine.
         num_engines: Number of engines.
         gpus_per_node: Number of GPUs per node.
-        colocated: The engines share the GPUs of the first policy ranks, in the same order.
+        colocated: Whether the engines share the GPUs of the first policy ranks, in the same order.
     """
     locations = [
         RankLocation(rank // gpus_per_node, rank % gpus_per_node)

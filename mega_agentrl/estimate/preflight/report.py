@@ -2,9 +2,10 @@
 
 To add a check that can refuse a run:
 
-1. Write a function here that returns `PreflightProblem`s, and call it in `run_preflight`.
-2. Changes that solve the problem come from `suggestions`, verified by an estimate.
-3. Test the key that it names in `tests/estimate/preflight/test_preflight_report.py`.
+1. Write a function in this module that returns `PreflightProblem`s, and call it in `run_preflight`.
+2. If configuration changes can solve the problem, search for them in `suggestions`, which verifies
+   each change by an estimate.
+3. Test the key that the problem names in `tests/estimate/preflight/test_preflight_report.py`.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class PreflightProblem:
     config_key: str
     """The configuration key to change."""
     message: str
-    """What was estimated and what is expected."""
+    """The estimate, the expected value and the cause of the problem."""
     suggestions: tuple[str, ...] = ()
     """Descriptions of changes that solve the problem."""
     is_searched: bool = False
-    """Whether changes were searched for; if there are then no suggestions, none was found."""
+    """Whether changes were searched for; if True, empty `suggestions` mean that no change helps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +59,9 @@ class PreflightReport:
     critic: list[PolicyMemory]
     """Memory of the critic by pipeline stage; empty without a critic."""
     engine: EngineMemory
-    """Memory of an engine rank."""
+    """Memory of an engine rank, which is the same for all of them."""
     problems: list[PreflightProblem]
-    """Reasons why the run cannot start; empty if it can."""
+    """Reasons why the run cannot start; empty if it can start."""
     notes: list[str]
     """Other remarks for the user."""
 
@@ -158,11 +159,11 @@ def _too_few_gpus_problem(config: TrainConfig, num_needed: int, num_gpus: int) -
         message = f"{num_needed} GPUs needed, shared with the engines; {num_gpus} available"
         return PreflightProblem("parallel.data", message)
     tensor = config.engine.tensor_parallel_size
-    num_trained = num_needed - config.cluster.num_engines * tensor
-    num_engines = (num_gpus - num_trained) // tensor
-    models = "policy and critic" if num_trained > config.parallel.world_size else "the policy"
+    num_training_gpus = num_needed - config.cluster.num_engines * tensor
+    num_engines = (num_gpus - num_training_gpus) // tensor
+    models = "policy and critic" if num_training_gpus > config.parallel.world_size else "the policy"
     message = (
-        f"{num_needed} GPUs needed ({num_trained} for {models}, cluster.num_engines="
+        f"{num_needed} GPUs needed ({num_training_gpus} for {models}, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor_parallel_size={tensor} for engines); "
         f"{num_gpus} available"
     )
@@ -196,6 +197,7 @@ def _policy_problem(
 
 
 def _colocated_note(num_bytes: int, owner: str) -> str:
+    """Return the end of a message on the memory that the other model keeps on a shared GPU."""
     return f"; {num_bytes / GIB:.1f} of it are kept by {owner}" if num_bytes else ""
 
 
@@ -229,23 +231,23 @@ def _engine_problems(
 
 
 def _notes(config: TrainConfig, memory: EngineMemory) -> list[str]:
-    rows = memory.num_kv_cache_tokens // max(1, max_row_tokens(config))
+    num_trajectories = memory.num_kv_cache_tokens // max(1, max_row_tokens(config))
     notes = []
-    if 0 < rows < config.engine.max_num_seqs:
+    if 0 < num_trajectories < config.engine.max_num_seqs:
         notes.append(
-            f"an engine's KV cache holds {rows} trajectories of full length at once; "
-            f"engine.max_num_seqs={config.engine.max_num_seqs} run while they are shorter "
-            "or share a prompt"
+            f"an engine's KV cache holds {num_trajectories} trajectories of full length at once; "
+            f"engine.max_num_seqs={config.engine.max_num_seqs} trajectories fit only while they "
+            "are shorter or share a prompt"
         )
     return notes
 
 
 def tree_note(config: TrainConfig, mean_prompt_tokens: float) -> str | None:
-    """Return a line on what `batch.trees` saves at least; None where nothing is shared for sure.
+    """Return a note on the tokens that `batch.trees` saves at least, or None if it may save none.
 
-    With prompts of p tokens and g responses of r tokens flat rows have g (p + r) tokens and a tree
-    p + g r. Shorter responses and forks save more. A tree that exceeds a micro-batch is cut into
-    parts, each of which computes the prompt again.
+    For a prompt of p tokens with g responses of r tokens each, flat rows have g (p + r) tokens and
+    a tree has p + g r. Shorter responses and forks save more. A tree that exceeds a micro-batch is
+    cut into parts, each of which computes the prompt again.
 
     Args:
         config: The run.
@@ -257,15 +259,15 @@ def tree_note(config: TrainConfig, mean_prompt_tokens: float) -> str | None:
         return None
     budget = config.optim.micro_batch_tokens * config.parallel.context
     rows_per_part = max(1, int((budget - mean_prompt_tokens) / response))
-    ratio, computed = (
+    ratio, ratio_of_parts = (
         group * (mean_prompt_tokens + response) / (parts * mean_prompt_tokens + group * response)
         for parts in (1, ceil(group / rows_per_part))
     )
-    cut = ""
+    cut_note = ""
     if rows_per_part < group:
-        cut = f" (about {computed:.2f} as computed: full trees are cut to micro-batches)"
+        cut_note = f" (about {ratio_of_parts:.2f} as computed: full trees are cut to micro-batches)"
     return (
         f"batch.trees=true: the {group} trajectories of a prompt are computed as one tree; with "
         f"prompts of {mean_prompt_tokens:.0f} tokens on average tree/token_ratio is at least "
-        f"{ratio:.2f}{cut}, higher with forks or responses shorter than {response} tokens"
+        f"{ratio:.2f}{cut_note}, higher with forks or responses shorter than {response} tokens"
     )

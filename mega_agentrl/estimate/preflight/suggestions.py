@@ -12,7 +12,7 @@ order, each alone and then with a smaller micro-batch:
     flat rows instead of trees, whose attention gathers the keys of all paths
 
 An engine fits if its peak is within the usable memory and the KV cache holds one request of
-`engine.max_model_len` tokens, without which vLLM does not start.
+`engine.max_model_len` tokens, because vLLM does not start with a smaller cache.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ ConfigCheck = Callable[["TrainConfig"], None]
 _TOKENS_KEY = "optim.micro_batch_tokens"
 _BUCKET_KEY = "weight_sync.bucket_mib"
 _TOKEN_GRANULARITY = 128
+"""Suggested micro-batches are multiples of this number of tokens."""
 _FACTORS = (2, 4, 8)
+"""Factors by which sizes and counts are changed."""
 _BUCKETS_MIB = (1024, 256, 64)
+"""Bucket sizes to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class ConfigChange:
 
 
 def get_setting(config: TrainConfig, key: str) -> SettingValue:
-    """Return the value of a dotted key."""
+    """Return the configured value of a dotted key, such as `parallel.tensor`."""
     node: object = config
     for name in key.split("."):
         node = getattr(node, name)
@@ -81,52 +84,65 @@ def get_setting(config: TrainConfig, key: str) -> SettingValue:
 
 
 def with_overrides(config: TrainConfig, settings: Overrides) -> TrainConfig:
-    """Return a copy with the given values, whose ranges are not checked."""
-    other = copy.deepcopy(config)
+    """Return a copy of the configuration with the given values; their ranges are not checked."""
+    changed = copy.deepcopy(config)
     for key, value in settings.items():
         *sections, name = key.split(".")
-        node: object = other
+        node: object = changed
         for section in sections:
             node = getattr(node, section)
         setattr(node, name, value)
-    return other
+    return changed
 
 
 def valid_candidates(
     config: TrainConfig, candidates: Iterable[Overrides], check: ConfigCheck
 ) -> Iterator[tuple[Overrides, TrainConfig]]:
-    """Yield the candidates that change the configuration and that `check` accepts."""
+    """Yield the candidates that change the configuration and that `check` accepts.
+
+    Yields:
+        The candidate and the configuration with its values.
+    """
     for settings in candidates:
         if all(get_setting(config, key) == value for key, value in settings.items()):
             continue
-        other = with_overrides(config, settings)
+        changed = with_overrides(config, settings)
         try:
-            check(other)
+            check(changed)
         except ValueError:
             continue
-        yield settings, other
+        yield settings, changed
 
 
-def make_change(config: TrainConfig, settings: Overrides, gib: float) -> ConfigChange:
-    """Return the change that the settings make to the configuration."""
-    new = {key: value for key, value in settings.items() if get_setting(config, key) != value}
+def make_change(config: TrainConfig, settings: Overrides, peak_gib: float) -> ConfigChange:
+    """Return the change that the settings make to the configuration.
+
+    Args:
+        config: The configuration before the change.
+        settings: New values; those that equal the configured value are left out of the change.
+        peak_gib: Peak GiB of a rank after the change.
+    """
+    new_values = {
+        key: value for key, value in settings.items() if get_setting(config, key) != value
+    }
+    changed = with_overrides(config, new_values)
     return ConfigChange(
-        new_values=new,
-        old_values={key: get_setting(config, key) for key in new},
-        peak_gib=gib,
-        num_extra_gpus=num_required_gpus(with_overrides(config, new)) - num_required_gpus(config),
+        new_values=new_values,
+        old_values={key: get_setting(config, key) for key in new_values},
+        peak_gib=peak_gib,
+        num_extra_gpus=num_required_gpus(changed) - num_required_gpus(config),
     )
 
 
 def num_required_gpus(config: TrainConfig) -> int:
     """Return the number of GPUs of a run.
 
-    Policy and critic have GPUs of their own; engines too, unless `cluster.colocated` is set.
+    Policy and critic have GPUs of their own; so have engines, unless `cluster.colocated` is set.
     """
     critic = config.algo.needs_critic and not config.is_eval_only
-    trained = config.parallel.world_size * (2 if critic else 1)
-    engines = config.cluster.num_engines * config.engine.tensor_parallel_size
-    return trained + (0 if config.cluster.colocated else engines)
+    num_training_gpus = config.parallel.world_size * (2 if critic else 1)
+    num_engine_gpus = config.cluster.num_engines * config.engine.tensor_parallel_size
+    return num_training_gpus + (0 if config.cluster.colocated else num_engine_gpus)
 
 
 def _format_value(value: SettingValue) -> str:
@@ -138,7 +154,7 @@ def _format_value(value: SettingValue) -> str:
 def policy_peak_gib(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec, *, imbalance: float = 1.0
 ) -> float:
-    """Return the peak GiB of the fullest rank."""
+    """Return the peak GiB of the policy rank that needs the most memory."""
     stages = estimate_policy_memory(config, shape, device, imbalance=imbalance)
     return max(memory.peak for memory in stages) / GIB
 
@@ -152,21 +168,34 @@ def suggest_policy_changes(
     imbalance: float = 1.0,
     limit: int = 4,
 ) -> list[ConfigChange]:
-    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first."""
+    """Return changes with which the policy fits, those with the fewest extra GPUs and keys first.
+
+    Args:
+        config: The run.
+        shape: The model.
+        device: The device of a rank.
+        check: Raises `ValueError` for a configuration that cannot run for other reasons.
+        imbalance: Tokens of the busiest expert rank divided by the mean.
+        limit: Maximum number of changes.
+    """
     usable_gib = device.usable_bytes / GIB
 
-    def peak(settings: Overrides) -> float:
+    def peak_gib(settings: Overrides) -> float:
         return policy_peak_gib(with_overrides(config, settings), shape, device, imbalance=imbalance)
 
     changes: dict[frozenset[str], ConfigChange] = {}
     for candidate in ({}, *_policy_candidates(config)):
         settings: Overrides | None = candidate
-        if not candidate or not _is_valid(config, candidate, check) or peak(candidate) > usable_gib:
+        if (
+            not candidate
+            or not _is_valid(config, candidate, check)
+            or peak_gib(candidate) > usable_gib
+        ):
             if _BUCKET_KEY in candidate:  # the bucket size does not help against activations
                 continue
-            settings = _largest_fitting_micro_batch(config, candidate, check, peak, usable_gib)
+            settings = _largest_fitting_micro_batch(config, candidate, check, peak_gib, usable_gib)
         if settings is not None:
-            change = make_change(config, settings, peak(settings))
+            change = make_change(config, settings, peak_gib(settings))
             changes.setdefault(frozenset(change.new_values), change)
     return sorted(changes.values(), key=_change_cost)[:limit]
 
@@ -180,21 +209,29 @@ def _largest_fitting_micro_batch(
     config: TrainConfig,
     settings: Overrides,
     check: ConfigCheck,
-    peak: Callable[[Overrides], float],
+    peak_gib: Callable[[Overrides], float],
     usable_gib: float,
 ) -> Overrides | None:
-    """Return the settings with the largest micro-batch that fits, or None if none does."""
+    """Return the settings with the largest micro-batch that fits, or None if no micro-batch fits.
+
+    Args:
+        config: The run.
+        settings: New values of other keys.
+        check: Raises `ValueError` for a configuration that cannot run for other reasons.
+        peak_gib: Returns the peak GiB of a policy rank with some new values.
+        usable_gib: Usable GiB of a device.
+    """
     row_tokens = ceil(max_row_tokens(config) / _context_parallel_size(config, settings))
     low = round_up(row_tokens, _TOKEN_GRANULARITY)
     high = config.optim.micro_batch_tokens
     smallest = {**settings, _TOKENS_KEY: low}
-    if low >= high or not _is_valid(config, smallest, check) or peak(smallest) > usable_gib:
+    if low >= high or not _is_valid(config, smallest, check) or peak_gib(smallest) > usable_gib:
         return None
     while high - low > _TOKEN_GRANULARITY:
         middle = round_up((low + high) // 2, _TOKEN_GRANULARITY)
         if middle >= high:
             break
-        fits = peak({**settings, _TOKENS_KEY: middle}) <= usable_gib
+        fits = peak_gib({**settings, _TOKENS_KEY: middle}) <= usable_gib
         low, high = (middle, high) if fits else (low, middle)
     return {**settings, _TOKENS_KEY: low}
 
@@ -242,7 +279,7 @@ def _context_parallel_size(config: TrainConfig, settings: Overrides) -> int:
 
 
 def engine_fits(config: TrainConfig, shape: ModelShape, device: DeviceSpec) -> bool:
-    """Return whether the peak fits the device and the KV cache holds one full request."""
+    """Return whether the peak fits an engine's GPUs and the KV cache holds one full request."""
     memory = estimate_engine_memory(config, shape, device)
     holds_request = memory.num_kv_cache_tokens >= config.engine.max_model_len
     return holds_request and memory.peak <= device.usable_bytes
@@ -256,22 +293,31 @@ def suggest_engine_changes(
     *,
     limit: int = 4,
 ) -> list[ConfigChange]:
-    """Return up to `limit` changes that fit, those with the fewest extra GPUs and keys first."""
+    """Return changes with which an engine fits, those with the fewest extra GPUs and keys first.
+
+    Args:
+        config: The run.
+        shape: The model.
+        device: The device of a rank.
+        check: Raises `ValueError` for a configuration that cannot run for other reasons.
+        limit: Maximum number of changes.
+    """
     changes = [
-        make_change(config, settings, estimate_engine_memory(other, shape, device).peak / GIB)
-        for settings, other in valid_candidates(config, _engine_candidates(config), check)
-        if engine_fits(other, shape, device)
+        make_change(config, settings, estimate_engine_memory(changed, shape, device).peak / GIB)
+        for settings, changed in valid_candidates(config, _engine_candidates(config), check)
+        if engine_fits(changed, shape, device)
     ]
     changes.sort(key=_change_cost)
-    minimal: list[ConfigChange] = []
+    minimal_changes: list[ConfigChange] = []
     for change in changes:  # one change per set of keys, and none with more keys than needed
-        if not any(set(other.new_values) <= set(change.new_values) for other in minimal):
-            minimal.append(change)
-    return minimal[:limit]
+        keys = set(change.new_values)
+        if not any(set(minimal.new_values) <= keys for minimal in minimal_changes):
+            minimal_changes.append(change)
+    return minimal_changes[:limit]
 
 
 def _engine_candidates(config: TrainConfig) -> Iterator[Overrides]:
-    engine, engines = config.engine, config.cluster.num_engines
+    engine, num_engines = config.engine, config.cluster.num_engines
     utilization = engine.gpu_memory_utilization
     shares = (percent / 100 for percent in range(10, 96))
     for share in sorted(shares, key=lambda share: abs(share - utilization)):
@@ -284,12 +330,12 @@ def _engine_candidates(config: TrainConfig) -> Iterator[Overrides]:
             yield {"weight_sync.bucket_mib": bucket_mib}
     for factor in _FACTORS:
         tensor = {"engine.tensor_parallel_size": engine.tensor_parallel_size * factor}
-        if engines % factor == 0:
-            yield {**tensor, "cluster.num_engines": engines // factor}
+        if num_engines % factor == 0:
+            yield {**tensor, "cluster.num_engines": num_engines // factor}
         for share in (0.85, 0.9):
-            if engines % factor == 0:
-                fewer = {"cluster.num_engines": engines // factor}
-                yield {**tensor, **fewer, "engine.gpu_memory_utilization": share}
+            if num_engines % factor == 0:
+                fewer_engines = {"cluster.num_engines": num_engines // factor}
+                yield {**tensor, **fewer_engines, "engine.gpu_memory_utilization": share}
         yield tensor
     min_model_len = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     yield {"engine.max_model_len": min_model_len}
