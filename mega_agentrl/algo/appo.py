@@ -86,5 +86,5 @@ def dual_group(
         is_fork_M = is_fork_L[has_node_L].double()
         total_N = total_N.index_add(0, node_M, score_L[has_node_L] * is_fork_M)
         count_N = count_N.index_add(0, node_M, is_fork_M)
-    added_N = total_N / count_N.clamp(min=1)
-    return score_L.where(~is_fork_L, 0.0).to(reward_L.dtype), added_N.to(reward_L.dtype)
+    amount_N = total_N / count_N.clamp(min=1)
+    return score_L.where(~is_fork_L, 0.0).to(reward_L.dtype), amount_N.to(reward_L.dtype)

@@ -93,5 +93,5 @@ def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
         num_steps: number of optimizer steps.
     """
     error = observed_kl / state.target - 1
-    bounded = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
-    return replace(state, coef=state.coef * (1 + bounded * num_steps / state.horizon))
+    clipped_error = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
+    return replace(state, coef=state.coef * (1 + clipped_error * num_steps / state.horizon))

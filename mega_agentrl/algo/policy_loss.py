@@ -381,8 +381,8 @@ def _clipped_ratio(
     """Return clip(r), with AEPO's upper bound, which keeps a gradient, if `balanced`."""
     if not balanced:
         return ratio_BT.clamp(1 - clip_low, 1 + clip_high)
-    above_BT = (1 + clip_high) * ratio_BT / ratio_BT.detach()
-    return torch.where(ratio_BT > 1 + clip_high, above_BT, ratio_BT.clamp(min=1 - clip_low))
+    upper_bound_BT = (1 + clip_high) * ratio_BT / ratio_BT.detach()
+    return torch.where(ratio_BT > 1 + clip_high, upper_bound_BT, ratio_BT.clamp(min=1 - clip_low))
 
 
 def _surrogate(

@@ -48,11 +48,13 @@ def clipped_value_loss(
     new_BT = zero_masked(value_BT.float(), mask_BT)
     old_BT = zero_masked(old_value_BT.float(), mask_BT)
     target_BT = zero_masked(return_BT.float(), mask_BT)
-    bounded_BT = torch.minimum(torch.maximum(new_BT, old_BT - clip), old_BT + clip)
-    unclipped_BT = (new_BT - target_BT).square()
-    clipped_BT = (bounded_BT - target_BT).square()
-    clipfrac = masked_mean((clipped_BT > unclipped_BT).float(), mask_BT)
-    return 0.5 * torch.maximum(unclipped_BT, clipped_BT), {"value_clipfrac": clipfrac.detach()}
+    clipped_value_BT = torch.minimum(torch.maximum(new_BT, old_BT - clip), old_BT + clip)
+    unclipped_error_BT = (new_BT - target_BT).square()
+    clipped_error_BT = (clipped_value_BT - target_BT).square()
+    clipfrac = masked_mean((clipped_error_BT > unclipped_error_BT).float(), mask_BT)
+    return 0.5 * torch.maximum(unclipped_error_BT, clipped_error_BT), {
+        "value_clipfrac": clipfrac.detach()
+    }
 
 
 def explained_variance(
@@ -68,5 +70,5 @@ def explained_variance(
     return_N, error_N = return_BT[mask_BT].double(), (return_BT - value_BT)[mask_BT].double()
     if return_N.numel() == 0:
         return return_N.new_full((), torch.nan)
-    explained = 1.0 - error_N.var(correction=0) / return_N.var(correction=0)
-    return torch.where(return_N.amax() > return_N.amin(), explained, torch.nan)
+    fraction = 1.0 - error_N.var(correction=0) / return_N.var(correction=0)
+    return torch.where(return_N.amax() > return_N.amin(), fraction, torch.nan)

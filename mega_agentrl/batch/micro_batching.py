@@ -14,7 +14,8 @@ all-reduce run in lock step. An interleaved pipeline schedule needs a multiple o
 the number is rounded up before the rows are assigned, so that no micro-batch is empty while another
 has two trees. The plan is deterministic: ties go to the lowest index.
 
-Lengths are those of the rows' inputs in depth-first order (`RowLengths`); shape suffix: R rows.
+Lengths count the tokens of the rows' inputs in depth-first order (`RowLengths`). Shape suffixes: R
+rows, K selected rows.
 """
 
 from __future__ import annotations
@@ -162,10 +163,11 @@ def _nearest_starts(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
 
 
 def _assign_to_ranks(lengths: InputLengths, num_data: int, budget_tokens: int) -> list[Rows]:
-    """Return the rows of each data rank, so that the largest cost of a rank is as low as possible.
+    """Return the rows of each data rank, in the best of several assignments.
 
-    Several sizes of the parts of trees are tried (`_PARTS_PER_SHARE`): smaller parts balance
-    better, but compute more shared tokens repeatedly.
+    The best assignment has the lowest maximum cost of a rank. The assignments differ in the size of
+    the parts of trees (`_PARTS_PER_SHARE`): smaller parts balance better, but compute more shared
+    tokens repeatedly.
     """
     rows = list(range(len(lengths.length_R)))
     if num_data == 1:

@@ -131,10 +131,10 @@ def _mask_failed_rows(
 ) -> torch.Tensor:
     """Clear the mask in the rows of failed trajectories."""
     trajectories = _all_trajectories(trees)
-    succeeded = torch.tensor(
+    is_successful = torch.tensor(
         [not trajectory.failed for trajectory in trajectories], dtype=torch.bool
     )
-    mask_BT = mask_BT & succeeded[trajectory_B].unsqueeze(1)
+    mask_BT = mask_BT & is_successful[trajectory_B].unsqueeze(1)
     if not bool(mask_BT.any()):
         reasons = dict(
             Counter(

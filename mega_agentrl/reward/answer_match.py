@@ -139,14 +139,14 @@ def _f1(predicted_tokens: list[str], true_tokens: list[str]) -> float:
 
 def numeric_answers_match(answer: str, truth: str) -> bool | None:
     """Return whether both are the same number, or None if one of them is not a single number."""
-    plain, plain_truth = _strip_formatting(answer), _strip_formatting(truth)
-    value, true_value = _parse_plain_decimal(plain), _parse_plain_decimal(plain_truth)
+    answer_text, truth_text = _strip_formatting(answer), _strip_formatting(truth)
+    value, true_value = _parse_plain_decimal(answer_text), _parse_plain_decimal(truth_text)
     if value is not None and true_value is not None:
         return f"{value + 0.0:.12g}" == f"{true_value + 0.0:.12g}"
-    parsed, parsed_truth = _parse_math(plain), _parse_math(plain_truth)
-    if not parsed or not parsed_truth:
+    answer_math, truth_math = _parse_math(answer_text), _parse_math(truth_text)
+    if not answer_math or not truth_math:
         return None
-    return bool(verify(list(parsed_truth), list(parsed), timeout_seconds=None))
+    return bool(verify(list(truth_math), list(answer_math), timeout_seconds=None))
 
 
 def _strip_formatting(text: str) -> str:
@@ -159,8 +159,8 @@ def _strip_formatting(text: str) -> str:
         return ""
     text = text.replace("\\%", "%").replace("\\$", "").replace("{,}", ",")
     text = re.sub(r"\s+", "", _SPACING.sub("", text)).rstrip(".")
-    while found := _WRAPPER.fullmatch(text):
-        text = next(group for group in found.groups() if group is not None)
+    while wrapper := _WRAPPER.fullmatch(text):
+        text = next(group for group in wrapper.groups() if group is not None)
     return text
 
 

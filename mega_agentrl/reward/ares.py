@@ -72,12 +72,12 @@ def final_answer(response: str) -> str:
 
 def answers_match(answer: str, truth: str) -> bool:
     """Return whether two answers match; an empty answer never does."""
-    plain, plain_truth = _strip_latex(answer), _strip_latex(truth)
-    if not plain or not plain_truth:
+    answer_text, truth_text = _strip_latex(answer), _strip_latex(truth)
+    if not answer_text or not truth_text:
         return False
-    number, true_number = parse_number(plain), parse_number(plain_truth)
+    number, true_number = parse_number(answer_text), parse_number(truth_text)
     if number is None or true_number is None:
-        return plain == plain_truth
+        return answer_text == truth_text
     return abs(number - true_number) <= _NUMBER_TOLERANCE * max(1.0, abs(true_number))
 
 

@@ -67,11 +67,11 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
                     "of another part, expected different names; rename the tool, or the function "
                     "under reward.functions"
                 )
-    known = (*BUILT_IN_PARTS, *config.functions, *names)
+    known_names = (*BUILT_IN_PARTS, *config.functions, *names)
     for source, weights in config.weights_by_source.items():
         for name, weight in weights.items():
-            if name not in known:
-                near = get_close_matches(name, known, n=_NUM_SUGGESTIONS) or known
+            if name not in known_names:
+                near = get_close_matches(name, known_names, n=_NUM_SUGGESTIONS) or known_names
                 raise ValueError(
                     f"reward.rubric.{source}.{name}={weight}: there is no such part, expected one "
                     f"of {', '.join(near)}; probable cause: a mistyped name, or "
@@ -257,7 +257,7 @@ def gather_futures(
         futures: the inputs by name.
         make: maps the results of the inputs by name to the result of the joined future.
     """
-    joined: Future[ResultT] = Future()
+    joined_future: Future[ResultT] = Future()
     lock = threading.Lock()
     missing = set(futures)
     is_resolved = False
@@ -270,22 +270,24 @@ def gather_futures(
             if is_resolved or (error is None and missing):
                 return
             is_resolved = True
-        if not joined.set_running_or_notify_cancel():
+        if not joined_future.set_running_or_notify_cancel():
             return
         if error is not None:
-            joined.set_exception(error)
+            joined_future.set_exception(error)
             return
         try:
             result = make({key: future.result() for key, future in futures.items()})
         except Exception as make_error:  # noqa: BLE001  a callback: the error would be lost
-            joined.set_exception(make_error)
+            joined_future.set_exception(make_error)
         else:
-            joined.set_result(result)
+            joined_future.set_result(result)
 
     for name, future in futures.items():
         future.add_done_callback(partial(on_done, name))
-    joined.add_done_callback(lambda future: _cancel_all(futures) if future.cancelled() else None)
-    return joined
+    joined_future.add_done_callback(
+        lambda future: _cancel_all(futures) if future.cancelled() else None
+    )
+    return joined_future
 
 
 def _cancel_all(futures: Mapping[str, Future[Any]]) -> None:

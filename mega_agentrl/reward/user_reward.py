@@ -117,25 +117,27 @@ class UserRewardFunction:
             f"{_MODULE}:run",
             {"path": self._path, "values": dict(zip(FUNCTION_ARGUMENTS, values, strict=True))},
         )
-        scored: Future[UserRewardResult] = Future()
-        scored.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
+        result_future: Future[UserRewardResult] = Future()
+        result_future.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
         call = self._first_calls.start()
-        call_future.add_done_callback(partial(self._resolve_future, scored, call))
-        return scored
+        call_future.add_done_callback(partial(self._resolve_future, result_future, call))
+        return result_future
 
     def _resolve_future(
-        self, scored: Future[UserRewardResult], call: int, call_future: Future[Any]
+        self, result_future: Future[UserRewardResult], call: int, call_future: Future[Any]
     ) -> None:
-        if not scored.set_running_or_notify_cancel():
+        if not result_future.set_running_or_notify_cancel():
             self._first_calls.record_no_outcome(call)
             return
         try:
             result = call_future.result()
         except (WorkerCallError, CancelledError) as error:
-            scored.set_exception(self._to_reward_error(call, error))
+            result_future.set_exception(self._to_reward_error(call, error))
         else:
             self._first_calls.record_success()
-            scored.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))
+            result_future.set_result(
+                UserRewardResult(value=result["score"], fields=result["fields"])
+            )
 
     def _to_reward_error(self, call: int, error: Exception) -> Exception:
         """Record the outcome of a failed call; return the error that its future raises."""
@@ -261,5 +263,5 @@ def _last_location(error: Exception) -> str:
     if not isinstance(error, FunctionFailedError):
         return ""
     lines = [line.strip() for line in error.traceback.splitlines()]
-    last = next((line for line in reversed(lines) if line.startswith("File ")), "")
-    return "" if last.startswith(f'File "{__file__}"') else last
+    last_file_line = next((line for line in reversed(lines) if line.startswith("File ")), "")
+    return "" if last_file_line.startswith(f'File "{__file__}"') else last_file_line

@@ -152,8 +152,8 @@ def _fill_missing_windows(
     has_window_RT = window_RT.isfinite()
     total_RT = torch.where(has_window_RT, window_RT, 0.0).cumsum(1)
     running_mean_RT = total_RT / has_window_RT.cumsum(1).clamp(min=1)
-    first_R = mask_RT.int().argmax(1)
-    first_entropy_R1 = entropy_RT.gather(1, first_R[:, None]).double()
+    first_index_R = mask_RT.int().argmax(1)
+    first_entropy_R1 = entropy_RT.gather(1, first_index_R[:, None]).double()
     fallback_RT = torch.where(has_window_RT.cumsum(1) > 0, running_mean_RT, first_entropy_R1)
     return torch.where(has_window_RT, window_RT, torch.where(mask_RT, fallback_RT, -torch.inf))
 
@@ -165,12 +165,12 @@ def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
         value_RT: [R, T] values, -inf at the positions that do not count.
         num_R: [R] int64 number of positions that count.
     """
-    last_R = (num_R - 1).clamp(min=0)
-    from_top_R = last_R - PERCENTILE * last_R.double()
-    num_needed = min(int((1 - PERCENTILE) * int(last_R.max())) + 3, value_RT.shape[1])
+    last_index_R = (num_R - 1).clamp(min=0)
+    from_top_R = last_index_R - PERCENTILE * last_index_R.double()
+    num_needed = min(int((1 - PERCENTILE) * int(last_index_R.max())) + 3, value_RT.shape[1])
     top_RN = value_RT.topk(num_needed, dim=1).values
     upper_R = from_top_R.floor().long()
-    lower_R = torch.minimum(upper_R + 1, last_R)
+    lower_R = torch.minimum(upper_R + 1, last_index_R)
     fraction_R = from_top_R - upper_R
     pair_R2 = top_RN.gather(1, torch.stack([upper_R, lower_R], dim=1))
     # The smallest value has no successor: the next entry of the row is -inf.

@@ -94,11 +94,11 @@ def entropy_reward(
         torch.where(has_target_B, target_B, 0).double(), _per_difficulty(margin_fraction, code_B)
     )
     cap_B = alpha_B.double() * _per_difficulty(CAP_FACTOR, code_B)
-    right_B = _correct_answer_reward(delta_B, margin_B, cap_B, code_B, rule)
+    correct_reward_B = _correct_answer_reward(delta_B, margin_B, cap_B, code_B, rule)
     excess_B = (delta_B - margin_B).clamp(min=0)
     wrong_cap_B = _per_difficulty(WRONG_CAP_FACTOR, code_B) * cap_B
-    wrong_B = wrong_cap_B * _saturation(excess_B, code_B, rule)
-    reward_B = torch.where(correct_B.bool(), right_B, wrong_B)
+    wrong_reward_B = wrong_cap_B * _saturation(excess_B, code_B, rule)
+    reward_B = torch.where(correct_B.bool(), correct_reward_B, wrong_reward_B)
     reward_B = torch.where(has_target_B, reward_B, torch.zeros_like(reward_B))
     return reward_B if alpha_B.dtype == torch.float64 else reward_B.float()
 
