@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT))
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, ParallelConfig  # noqa: E402
-from mega_agentrl.estimate.host_memory import MIB  # noqa: E402
+from mega_agentrl.estimate.device import MIB  # noqa: E402
 from mega_agentrl.runtime.workers.batch_sender import BatchSender  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from tools.measurement import bench_line, select_cases  # noqa: E402

@@ -36,7 +36,8 @@ from mega_agentrl.algo import ares
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights
 from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
-from mega_agentrl.estimate.host_memory import MIB, ResidentMemory
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import ResidentMemory
 from mega_agentrl.train.ares import shaping as ares_shaping
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.controllers import Controllers

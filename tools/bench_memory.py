@@ -27,8 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
-from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
-from mega_agentrl.estimate.host_memory import MIB  # noqa: E402
+from mega_agentrl.estimate.device import MIB, DeviceSpec  # noqa: E402
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory  # noqa: E402
 from mega_agentrl.estimate.memory.policy import estimate_policy_memory  # noqa: E402
 from mega_agentrl.report.metrics_file import read_metrics  # noqa: E402

@@ -83,8 +83,9 @@ from mega_agentrl.batch.tree_order import order_rows, row_lengths  # noqa: E402
 from mega_agentrl.config.enums import Dtype  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
+from mega_agentrl.estimate.device import MIB  # noqa: E402
 from mega_agentrl.estimate.flops import pairs_per_token, train_flops  # noqa: E402
-from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY  # noqa: E402
+from mega_agentrl.estimate.host_memory import PROCESS_MEMORY  # noqa: E402
 from mega_agentrl.reshard.layout import round_up  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
 from mega_agentrl.runtime.free_port import free_port  # noqa: E402

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mega_agentrl.estimate.host_memory import MIB, ResidentMemory
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import ResidentMemory
 
 
 def select_cases(patterns: Iterable[str], names: Sequence[str]) -> list[str]:

@@ -34,7 +34,8 @@ from mega_agentrl.actor.training.objectives import (
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
-from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.atomic_file import atomic_path
 

@@ -19,7 +19,8 @@ import gc
 from dataclasses import dataclass
 from pathlib import Path
 
-MIB = 2**20
+from mega_agentrl.estimate.device import MIB
+
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"

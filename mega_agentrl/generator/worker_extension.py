@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from vllm.platforms import current_platform
 
-from mega_agentrl.estimate.host_memory import MIB, PROCESS_MEMORY
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.generator.entropy_tap import tap_sampler
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.layout import PackedLayout

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import tempfile
 
-from mega_agentrl.estimate.host_memory import MIB, HostMemoryTracker, ResidentMemory
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import HostMemoryTracker, ResidentMemory
 
 STATUS = """Name:\tpython
 VmHWM:\t    1000 kB
@@ -55,7 +56,8 @@ def test_freed_large_blocks_are_returned_to_the_system():
     # In a process of its own: the setting stays. The first block, freed, makes the C library put
     # later ones of its size into the heap.
     program = """
-from mega_agentrl.estimate.host_memory import MIB, HostMemoryTracker, ResidentMemory
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import HostMemoryTracker, ResidentMemory
 if {begins}:
     HostMemoryTracker().start()
 del (block := [bytearray(16 * MIB)])[0]
@@ -78,7 +80,8 @@ print((before - ResidentMemory.current().private_bytes) / MIB)
 def test_trim_returns_freed_small_blocks():
     # In a process of its own, where nothing else allocates.
     program = """
-from mega_agentrl.estimate.host_memory import MIB, HostMemoryTracker, ResidentMemory
+from mega_agentrl.estimate.device import MIB
+from mega_agentrl.estimate.host_memory import HostMemoryTracker, ResidentMemory
 memory = HostMemoryTracker()
 memory.trim()
 memory.start()

@@ -37,8 +37,8 @@ def _fork_credit(
     Args:
         inputs: The batch.
         algo: Settings of the algorithm.
-        shrinkage: Number of leaves at which the value of a node is half that of its parent; null
-            for the James-Stein estimate.
+        shrinkage: Number of leaves at which the value of a node is halfway between its parent's
+            value and the mean reward of these leaves; null for the James-Stein estimate.
         norm_by_std: Divide by the standard deviation of the group's rewards.
     """
     tree = _token_tree(inputs)
@@ -113,8 +113,8 @@ def _appo(
         inputs: The batch.
         algo: Settings of the algorithm.
         weight: Weight of the gain in value.
-        shrinkage: Number of leaves at which the value of a node is half that of its parent; null
-            for the James-Stein estimate.
+        shrinkage: Number of leaves at which the value of a node is halfway between its parent's
+            value and the mean reward of these leaves; null for the James-Stein estimate.
         norm_by_std: Divide by the standard deviation of the group's rewards.
     """
     tree = _token_tree(inputs)
