@@ -79,6 +79,25 @@ def read_json(path: Path, key: str, expected: str) -> dict[str, Any]:
     return value
 
 
+def decoder_settings(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with the keys of its decoder at the top.
+
+    transformers 5 nests them in `text_config` if the model has other parts, such as a vision tower.
+    """
+    nested = model.get("text_config")
+    if not nested:
+        return model
+    outer: dict[str, Any] = {
+        name: model[name] for name in ("architectures", "model_type") if name in model
+    }
+    # transformers reads the outer key, and that of older Qwen2.5-VL files if this one is not set.
+    tied = model.get("tie_word_embeddings", False)
+    if model.get("model_type") == "qwen2_5_vl":
+        tied = tied or nested.get("tie_word_embeddings", False)
+    outer["tie_word_embeddings"] = tied
+    return {**model, **nested, **outer}
+
+
 class _Loader(yaml.SafeLoader):
     """A safe loader that refuses a key which occurs twice in a mapping."""
 

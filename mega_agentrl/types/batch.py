@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
 
+    from mega_agentrl.types.images import PlacedImage
+
+_TUPLE_FIELDS = ("prompt_ids", "images_B")
 _INT64_FIELDS = (
     "response_BT",
     "length_B",
@@ -77,6 +80,9 @@ class TrainBatch:
     shared_length_B: torch.Tensor | None = None
     """[B] int64 number of leading tokens, prompt and response, that row `tree_order_B[i]` shares
     with row `tree_order_B[i - 1]`; 0 where a tree begins."""
+    images_B: tuple[tuple[PlacedImage, ...], ...] | None = None
+    """B tuples of the images of each row with their pixels; starts count the tokens of the row,
+    prompt and response. None if no row has any."""
     baseline_B: torch.Tensor | None = None
     """[B] float32 reward of the greedy answer to the row's prompt (ReMax), NaN where it failed."""
 
@@ -90,7 +96,7 @@ class TrainBatch:
             value = getattr(self, spec.name)
             if value is None:
                 continue
-            got = (len(value),) if spec.name == "prompt_ids" else tuple(value.shape)
+            got = (len(value),) if spec.name in _TUPLE_FIELDS else tuple(value.shape)
             expected = (num_rows, num_positions) if spec.name.endswith("_BT") else (num_rows,)
             if got != expected:
                 raise ValueError(
@@ -114,7 +120,7 @@ class TrainBatch:
         """
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.name != "prompt_ids" and value is not None:
+            if spec.name not in _TUPLE_FIELDS and value is not None:
                 _check_dtype(spec.name, value.dtype)
         width, length_B = self.response_BT.size(1), self.length_B
         if bool(((length_B < 0) | (length_B > width)).any()):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.protocols import (
         Critic,
         Generator,
+        ImageLoader,
         InteractionProvider,
         Policy,
         PromptSource,
@@ -66,6 +67,8 @@ class Components:
     """Critic, if the advantage estimator needs one, or None."""
     cot_marker_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Token ids that open and close the chain of thought, or None if nothing reads them."""
+    images: ImageLoader | None = None
+    """Loads images for a vision-language model; None for a model of text."""
     trigger_ids: frozenset[int] | None = None
     """Tokens after which ARES counts entropy windows; None means every token."""
     monitors: Monitors = field(default_factory=Monitors)

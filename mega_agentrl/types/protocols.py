@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.images import ImageInput, PlacedImage
     from mega_agentrl.types.records import (
         GenerateRequest,
         Generation,
         InvalidToolCall,
         Message,
         Prompt,
+        RolloutTree,
         Score,
         ToolCall,
         ToolOutcome,
@@ -82,6 +84,9 @@ class ToolSession(Protocol):
     async def execute(self, tool: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Run a call and return its typed outcome; never raises for what the policy wrote."""
 
+    def show_images(self, images: Sequence[ImageInput]) -> None:
+        """Tell the tools which images the policy has been shown, in addition to earlier ones."""
+
     async def fork(self) -> ToolSession:
         """Return a session with a copy of the state."""
 
@@ -114,6 +119,38 @@ class ToolProvider(Protocol):
 
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text for the policy, control tags escaped."""
+
+
+class ImageLoader(Protocol):
+    """Loads the images of conversations, and checks those of tools' answers."""
+
+    async def load(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+        """Return the images with their pixels.
+
+        Raises:
+            ToolSessionError: an image cannot be loaded.
+        """
+
+    def load_trees(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
+        """Return copies of trees, to be packed for training, whose images have their pixels.
+
+        Raises:
+            ToolSessionError: an image cannot be loaded.
+        """
+
+    async def check_answer(self, outcome: ToolOutcome) -> ToolOutcome:
+        """Return the outcome of a call, or an error in its place if an image cannot be shown."""
+
+    def measure(self, data: bytes) -> ImageInput:
+        """Return the record of an image file, which `check_answer` has accepted."""
+
+    def locate(
+        self, token_ids: Sequence[int], images: Sequence[ImageInput]
+    ) -> tuple[PlacedImage, ...]:
+        """Return where the images, in order, stand among token ids."""
+
+    def placeholder_ids(self, image: ImageInput) -> list[int]:
+        """Return the tokens of an image: start, a placeholder for each feature, end."""
 
 
 class TextCodec(Protocol):

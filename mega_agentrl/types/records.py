@@ -20,8 +20,11 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
+from mega_agentrl.types.images import PlacedImage
+
 Message = dict[str, Any]
-"""A chat message: ``{"role": str, "content": str}``."""
+"""A chat message: ``{"role": str, "content": str}``, or with images a list of parts as content:
+``{"type": "text", "text": str}`` and ``{"type": "image", "image": ImageInput}``."""
 
 _MAX_REPR_CHARS = 60
 
@@ -117,6 +120,8 @@ class Prompt:
     """Further columns of the dataset row."""
     tool_schemas: tuple[Mapping[str, Any], ...] = ()
     """Schemas of the offered tools, as the chat template rendered them into `token_ids`."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the messages, in order; starts count `token_ids`. Pixels are not loaded."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -141,6 +146,8 @@ class GenerateRequest:
     """Strings after which generation ends; the string stays in the output."""
     num_top_logps: int = 0
     """K of `Generation.top_logps`; 0 leaves them out."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the context with their pixels, in order; starts count `token_ids`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -219,6 +226,8 @@ class ToolOutcome:
     """Metrics that the tool reports."""
     is_invalid_call: bool = False
     """Whether the call was invalid, so that nothing was run."""
+    images: tuple[bytes, ...] = ()
+    """Image files that the tool answers with; the policy sees them before the text."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -302,6 +311,8 @@ class ContextReset:
     """First response token sampled in the new context."""
     token_ids: tuple[int, ...]
     """The new context."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the new context; starts count `token_ids`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -354,6 +365,8 @@ class Trajectory:
     argmax_ids: Sequence[int] = field(default_factory=lambda: array("i"))
     """[N] most probable token per position, -1 where nothing was sampled; empty if not recorded. An
     int32 array, to save memory."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the response, which tools answered with, in order; starts count its tokens."""
 
     def __post_init__(self) -> None:
         _check_lengths(

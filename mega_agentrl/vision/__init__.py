@@ -1,0 +1,1 @@
+"""Images of vision-language models: files, pixels, placeholders and positions; needs no torch."""
