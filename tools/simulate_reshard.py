@@ -126,7 +126,7 @@ CASES = (
     ),
 )
 RECIPES = {
-    "ares_7b": "qwen2.5-7b",
+    "ares_7b": "qwen2.5-vl-7b",
     "arpo_7b_reasoning": "qwen2.5-7b",
     "arpo_8b_deepsearch": "qwen3-8b",
     "arpo_14b_deepsearch": "qwen3-14b",
@@ -322,10 +322,17 @@ def sample_config(config: dict[str, Any], shape: ModelShape) -> dict[str, Any]:
     if shape.moe:
         dense = [index for index, layer in enumerate(layers) if not shape.is_moe_layer(layer)]
         changes |= {"mlp_only_layers": dense, "decoder_sparse_step": 1}
-    return {key: value for key, value in config.items() if key != "layer_types"} | changes
+    if "text_config" in config:
+        decoder = _without_layer_types(config["text_config"])
+        return config | {"text_config": decoder | changes}
+    return _without_layer_types(config) | changes
 
 
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+def _without_layer_types(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key != "layer_types"}
+
+
+_LAYER_NAME = re.compile(r"\blayers\.(\d+)\.")
 
 
 def expand_layout(shape: ModelShape, sample: Sequence[ShardLayout]) -> Layout:
@@ -333,14 +340,14 @@ def expand_layout(shape: ModelShape, sample: Sequence[ShardLayout]) -> Layout:
     first_layers = first_layer_of_each_type(shape)
     layout = []
     for shard in sample:
-        match = _LAYER_NAME.match(shard.name)
+        match = _LAYER_NAME.search(shard.name)
         if match is None:
             layout.append(shard)
             continue
         is_moe = shape.is_moe_layer(first_layers[int(match[1])])
         for layer in range(shape.num_layers):
             if shape.is_moe_layer(layer) is is_moe:
-                layout.append(_rename_layer(shard, f"model.layers.{layer}."))
+                layout.append(_rename_layer(shard, f"layers.{layer}."))
     return layout
 
 

@@ -83,7 +83,7 @@ def read_shards(
     Raises:
         ValueError: If tensors are unknown, missing or of another shape.
     """
-    files = find_tensor_files(folder)
+    files, stored_name = _find_tensors(folder, hf_shapes)
     absent = set(fresh) - set(files)
     _check_tensor_names(folder, files, set(hf_shapes) - absent)
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def read_shards(
                 if path not in opened:
                     with reading("model.path", path, _WEIGHTS):
                         opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                view = opened[path].get_slice(block.hf_name)
+                view = opened[path].get_slice(stored_name[block.hf_name])
                 got, expected = tuple(view.get_shape()), hf_shapes[block.hf_name]
                 if got != expected:
                     raise ValueError(
@@ -107,6 +107,32 @@ def read_shards(
                         "config.json; probable cause: config and weights of different models"
                     )
                 target[block.local_rect.slices].copy_(view[block.hf_rect.slices])
+
+
+def _find_tensors(
+    folder: str | Path, hf_shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Return the file of each tensor and its name there, by the names that the mapping expects.
+
+    Versions of transformers write a vision-language model's tensors under different names: with or
+    without `language_model.`, and `visual.` with or without `model.` before it.
+    """
+    expected_name = {_short_name(name): name for name in hf_shapes}
+    files, stored_name = {}, {}
+    for stored, file in find_tensor_files(folder).items():
+        name = expected_name.get(_short_name(stored), stored)
+        files[name], stored_name[name] = file, stored
+    return files, stored_name
+
+
+def _short_name(name: str) -> str:
+    """Return a tensor's name without the parts that versions of transformers add or leave out."""
+    if name.startswith("model.visual."):
+        return name.removeprefix("model.")
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.")
 
 
 def _check_tensor_names(

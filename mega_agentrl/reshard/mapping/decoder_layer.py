@@ -53,7 +53,8 @@ def layer_hf_shapes(shape: ModelShape, layer: int) -> dict[str, tuple[int, ...]]
             | _linear_shapes(f"{mlp}down_proj", hidden, ffn, bias=shape.mlp_bias)
         )
     shapes["input_layernorm.weight"] = shapes["post_attention_layernorm.weight"] = (hidden,)
-    return {f"model.layers.{layer}.{name}": full_shape for name, full_shape in shapes.items()}
+    prefix = f"{shape.family.hf_decoder_prefix}layers.{layer}."
+    return {f"{prefix}{name}": full_shape for name, full_shape in shapes.items()}
 
 
 def _linear_shapes(name: str, rows: int, width: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
@@ -78,7 +79,7 @@ def layer_shards(
         megatron_prefix: Prefix of the Megatron names, such as `decoder.layers.0.`.
         fused: Use the names of Transformer Engine's layers.
     """
-    hf_prefix = f"model.layers.{layer}."
+    hf_prefix = f"{shape.family.hf_decoder_prefix}layers.{layer}."
     is_moe = shape.is_moe_layer(layer)
     norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
     yield replicate(

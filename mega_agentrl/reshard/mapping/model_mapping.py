@@ -7,6 +7,8 @@ the layers; this module maps
     embedding, output_layer  rows split over tensor ranks, padded to a multiple
     scalar head              `score.weight` [1, D] as `output_layer.weight`, replicated
     final norm               replicated
+    vision tower             replicated on the tensor ranks of the first stage, in its first chunk,
+                             as `vision.NAME`, with Hugging Face's own names inside the tower
 
 With tied embeddings and more than one stage, the last stage holds a second replica of the embedding
 as `output_layer.weight`.
@@ -15,7 +17,8 @@ The parallel sizes must divide the model:
 
     tensor           heads, the dense MLP's width, and the rows of q, k and v together; a divisor or
                      a multiple of the key/value heads
-    pipeline*virtual layers; virtual stages need a pipeline
+    pipeline*virtual layers; virtual stages need a pipeline; the first chunk has all layers after
+                     which features of images are added (DeepStack)
     expert           experts; expert_tensor: the width of one expert
 
 `config.checks.parallel` checks conditions among the sizes themselves.
@@ -23,12 +26,14 @@ The parallel sizes must divide the model:
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 from mega_agentrl.reshard.mapping.partition import replicate
+from mega_agentrl.reshard.mapping.vision_shape import vision_tensor_shapes
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -39,26 +44,47 @@ VOCAB_ROWS_MULTIPLE = 8
 """Rows of a vocabulary shard are a multiple of this, which bf16 tensor cores prefer."""
 
 HF_EMBEDDING = "model.embed_tokens.weight"
+"""Name in the checkpoint of a text model; `hf_embedding` gives that of any model."""
 HF_LM_HEAD = "lm_head.weight"
 HF_SCORE_HEAD = "score.weight"
 HF_FINAL_NORM = "model.norm.weight"
+"""Name in the checkpoint of a text model; `hf_final_norm` gives that of any model."""
 MEGATRON_OUTPUT_LAYER = "output_layer.weight"
+MEGATRON_VISION_PREFIX = "vision."
+"""First part of the names of the vision tower's parameters, after that of a chunk."""
 
 _REPLICATED_SUFFIXES = (
     "norm.weight", "layer_norm_weight", "router.weight", "linear_proj.bias", "linear_fc2.bias"
 )  # fmt: skip
+_VISION_NAME = re.compile(rf"(chunk\d+\.)?{re.escape(MEGATRON_VISION_PREFIX)}")
+
+
+def hf_embedding(shape: ModelShape) -> str:
+    """Return the Hugging Face name of the embedding."""
+    return f"{shape.family.hf_decoder_prefix}embed_tokens.weight"
+
+
+def hf_final_norm(shape: ModelShape) -> str:
+    """Return the Hugging Face name of the final norm."""
+    return f"{shape.family.hf_decoder_prefix}norm.weight"
 
 
 def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor of the Hugging Face checkpoint, in model order."""
-    shapes: dict[str, tuple[int, ...]] = {HF_EMBEDDING: (shape.vocab_size, shape.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        hf_embedding(shape): (shape.vocab_size, shape.hidden_size)
+    }
     for layer in range(shape.num_layers):
         shapes |= layer_hf_shapes(shape, layer)
-    shapes[HF_FINAL_NORM] = (shape.hidden_size,)
+    shapes[hf_final_norm(shape)] = (shape.hidden_size,)
     if shape.head is HeadKind.scalar:
         shapes[HF_SCORE_HEAD] = (1, shape.hidden_size)
     elif not shape.tie_word_embeddings:
         shapes[HF_LM_HEAD] = (shape.vocab_size, shape.hidden_size)
+    if shape.vision is not None:
+        prefix = shape.family.hf_vision_prefix
+        tensors = vision_tensor_shapes(shape.vision)
+        shapes |= {f"{prefix}{name}": full_shape for name, full_shape in tensors.items()}
     return shapes
 
 
@@ -88,7 +114,7 @@ def megatron_layout(
         prefix = parallel_rank.param_prefix(chunk)
         if parallel_rank.holds_embedding(chunk):
             name = f"{prefix}embedding.word_embeddings.weight"
-            shards.append(_vocab_shard(name, HF_EMBEDDING, shape, parallel_rank))
+            shards.append(_vocab_shard(name, hf_embedding(shape), shape, parallel_rank))
         first = (chunk * parallel_rank.pipeline_size + parallel_rank.pipeline_rank) * layers
         for local in range(layers):
             megatron_prefix = f"{prefix}decoder.layers.{local}."
@@ -97,8 +123,10 @@ def megatron_layout(
             )
         if parallel_rank.holds_output_layer(chunk):
             name = f"{prefix}decoder.final_layernorm.weight"
-            shards.append(replicate(name, HF_FINAL_NORM, (shape.hidden_size,)))
+            shards.append(replicate(name, hf_final_norm(shape), (shape.hidden_size,)))
             shards += _output_layer_shards(shape, parallel_rank, chunk)
+        if parallel_rank.holds_embedding(chunk):
+            shards += _vision_shards(shape, prefix)
     return shards
 
 
@@ -112,7 +140,17 @@ def _output_layer_shards(
         return [_vocab_shard(name, HF_LM_HEAD, shape, parallel_rank)]
     if parallel_rank.holds_embedding(chunk):
         return []
-    return [_vocab_shard(name, HF_EMBEDDING, shape, parallel_rank)]
+    return [_vocab_shard(name, hf_embedding(shape), shape, parallel_rank)]
+
+
+def _vision_shards(shape: ModelShape, prefix: str) -> list[ShardLayout]:
+    if shape.vision is None:
+        return []
+    hf_prefix = shape.family.hf_vision_prefix
+    return [
+        replicate(f"{prefix}{MEGATRON_VISION_PREFIX}{name}", f"{hf_prefix}{name}", full_shape)
+        for name, full_shape in vision_tensor_shapes(shape.vision).items()
+    ]
 
 
 def _vocab_shard(
@@ -137,12 +175,25 @@ def is_expert_param(name: str) -> bool:
     return ".mlp.experts." in name
 
 
+def is_vision_param(name: str) -> bool:
+    """Return whether a Megatron parameter belongs to the vision tower."""
+    return _VISION_NAME.match(name) is not None
+
+
+def is_hf_vision_name(shape: ModelShape, hf_name: str) -> bool:
+    """Return whether a Hugging Face tensor belongs to the vision tower."""
+    return shape.vision is not None and hf_name.startswith(shape.family.hf_vision_prefix)
+
+
 def is_tensor_replicated(shape: ModelShape, name: str) -> bool:
     """Return whether a Megatron parameter is the same on every tensor rank.
 
     It then counts once in a norm over these ranks (for an expert's parameter: the expert-tensor
-    ranks). This holds for norms, router, biases of row-parallel linears and a scalar head.
+    ranks). This holds for norms, router, biases of row-parallel linears, a scalar head and the
+    vision tower.
     """
+    if is_vision_param(name):
+        return True
     if name.endswith(MEGATRON_OUTPUT_LAYER):
         return shape.head is HeadKind.scalar
     return name.endswith(_REPLICATED_SUFFIXES)
@@ -169,6 +220,7 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
         "num_hidden_layers",
         shape.num_layers,
     )
+    _check_deepstack_layers(shape, parallel_rank)
     if shape.moe:
         _check_divides(
             "parallel.expert", parallel_rank.expert_size, "num_experts", shape.moe.num_experts
@@ -183,6 +235,18 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
         raise ValueError(
             f"parallel.expert={parallel_rank.expert_size}: expected 1, the model has no experts; "
             f"{_WRONG_SIZE_CAUSE}"
+        )
+
+
+def _check_deepstack_layers(shape: ModelShape, parallel_rank: ModelParallelRank) -> None:
+    stages = parallel_rank.pipeline_size * parallel_rank.virtual_size
+    num_features = len(shape.vision.deepstack_blocks) if shape.vision else 0
+    if stages > 1 and shape.num_layers // stages < num_features:
+        raise ValueError(
+            f"parallel.pipeline * parallel.virtual_pipeline={stages}: a stage has "
+            f"{shape.num_layers // stages} layers; expected at least {num_features}, because the "
+            "first stage adds features of images after so many layers; probable cause: a layout of "
+            "a text model"
         )
 
 

@@ -10,6 +10,10 @@ Families differ in their biases and in the norm of queries and keys:
     Qwen2     q, k and v always have biases
     Qwen3     q and k are normalized; attention_bias as in Llama
     Qwen3Moe  as Qwen3, with experts in some or all MLPs
+
+Vision-language models are one of these with a vision tower (`vision_shape`): Qwen2_5_VL is a Qwen2,
+Qwen3VL a Qwen3. transformers 5 nests the keys of the decoder in `text_config`; the published files
+of Qwen2.5-VL have them at the top.
 """
 
 from __future__ import annotations
@@ -19,8 +23,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from mega_agentrl.config.input_files import read_json
+from mega_agentrl.config.input_files import decoder_settings, read_json
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
+from mega_agentrl.reshard.mapping.vision_shape import VisionShape, VisionTower
 
 
 class HeadKind(StrEnum):
@@ -50,6 +55,12 @@ class ModelFamily:
     """A sliding window starts at layer `max_window_layers`; otherwise it covers all layers."""
     is_moe: bool = False
     """The family has experts."""
+    vision_tower: VisionTower | None = None
+    """Architecture of the vision tower; None for a text model."""
+    hf_decoder_prefix: str = "model."
+    """First part of the Hugging Face names of the decoder's tensors."""
+    hf_vision_prefix: str = ""
+    """First part of the Hugging Face names of the tower's tensors."""
 
 
 FAMILIES = {
@@ -61,12 +72,29 @@ FAMILIES = {
     "Qwen3Moe": ModelFamily(
         reads_attention_bias=True, has_qk_norm=True, reads_max_window_layers=False, is_moe=True
     ),
+    "Qwen2_5_VL": ModelFamily(
+        has_qkv_bias=True, vision_tower=VisionTower.qwen2_5_vl, hf_vision_prefix="visual."
+    ),
+    "Qwen3VL": ModelFamily(
+        reads_attention_bias=True,
+        has_qk_norm=True,
+        default_head_dim=128,
+        vision_tower=VisionTower.qwen3_vl,
+        hf_decoder_prefix="model.language_model.",
+        hf_vision_prefix="model.visual.",
+    ),
 }
 _CAUSAL_LM_SUFFIX, _SEQUENCE_CLASSIFICATION_SUFFIX = "ForCausalLM", "ForSequenceClassification"
-SUPPORTED_ARCHITECTURES = tuple(f"{family}{_CAUSAL_LM_SUFFIX}" for family in FAMILIES)
+_VISION_SUFFIX = "ForConditionalGeneration"
+SUPPORTED_ARCHITECTURES = tuple(
+    f"{name}{_VISION_SUFFIX if family.vision_tower else _CAUSAL_LM_SUFFIX}"
+    for name, family in FAMILIES.items()
+)
 """Architectures of policies and references."""
 SCALAR_ARCHITECTURES = tuple(
-    f"{name}{_SEQUENCE_CLASSIFICATION_SUFFIX}" for name in FAMILIES if not FAMILIES[name].is_moe
+    f"{name}{_SEQUENCE_CLASSIFICATION_SUFFIX}"
+    for name, family in FAMILIES.items()
+    if not family.is_moe and not family.vision_tower
 )
 """Architectures of reward models and critics."""
 
@@ -115,6 +143,8 @@ class ModelShape:
     """Whether queries and keys are normalized."""
     moe: MoeShape | None = None
     head: HeadKind = HeadKind.vocab
+    vision: VisionShape | None = None
+    """The vision tower of a vision-language model."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -128,18 +158,31 @@ class ModelShape:
                 f"num_layers={self.num_layers}; probable cause: only one of the two was changed"
             )
 
+    @property
+    def family(self) -> ModelFamily:
+        """The family of the architecture."""
+        return FAMILIES[_family_name(self.architecture)]
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether the MLP of layer `layer` of the whole model consists of experts."""
         return self.moe is not None and self.moe.moe_layer_pattern[layer]
 
     def with_scalar_head(self) -> ModelShape:
-        """Return the same model with a scalar head instead of logits."""
-        family = self.architecture.removesuffix(_CAUSAL_LM_SUFFIX).removesuffix(
-            _SEQUENCE_CLASSIFICATION_SUFFIX
-        )
+        """Return the same model with a scalar head instead of logits.
+
+        Raises:
+            ValueError: It is a vision-language model.
+        """
+        if self.vision is not None:
+            raise ValueError(
+                f"architecture={self.architecture}: expected a text model for a critic or a reward "
+                "model; a scalar head on a model that sees images is not supported; probable "
+                "cause: algo.advantage=gae with a vision-language policy (grpo and rloo need no "
+                "critic)"
+            )
         return replace(
             self,
-            architecture=family + _SEQUENCE_CLASSIFICATION_SUFFIX,
+            architecture=_family_name(self.architecture) + _SEQUENCE_CLASSIFICATION_SUFFIX,
             head=HeadKind.scalar,
             tie_word_embeddings=False,
         )
@@ -166,11 +209,18 @@ class ModelShape:
                 f"model.path={path}: architecture {architecture} is not supported; supported: "
                 f"{', '.join(supported)}"
             )
-        name, head = architecture.removesuffix(_CAUSAL_LM_SUFFIX), HeadKind.vocab
-        if architecture in SCALAR_ARCHITECTURES:
-            name, head = architecture.removesuffix(_SEQUENCE_CLASSIFICATION_SUFFIX), HeadKind.scalar
-        _check_supported_settings(config, FAMILIES[name], head, file)
-        return _from_config(config, architecture, FAMILIES[name], head, file)
+        family = FAMILIES[_family_name(architecture)]
+        head = HeadKind.scalar if architecture in SCALAR_ARCHITECTURES else HeadKind.vocab
+        if family.vision_tower:
+            config = decoder_settings(config)
+        _check_supported_settings(config, family, head, file)
+        return _from_config(config, architecture, family, head, file)
+
+
+def _family_name(architecture: str) -> str:
+    for suffix in (_CAUSAL_LM_SUFFIX, _SEQUENCE_CLASSIFICATION_SUFFIX, _VISION_SUFFIX):
+        architecture = architecture.removesuffix(suffix)
+    return architecture
 
 
 def _require_key(config: dict[str, Any], key: str, file: Path) -> Any:
@@ -223,28 +273,57 @@ def _from_config(
     attention_bias = family.reads_attention_bias and bool(config.get("attention_bias"))
     if family.requires_num_kv_heads and "num_key_value_heads" not in config:
         _require_key(config, "num_key_value_heads", file)
-    head_dim = config.get("head_dim") or family.default_head_dim or hidden // num_heads
+    head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // num_heads)
+    if family.vision_tower is VisionTower.qwen2_5_vl and head_dim != hidden // num_heads:
+        raise ValueError(
+            f"{file}: head_dim={head_dim}, expected hidden_size / num_attention_heads = "
+            f"{hidden // num_heads}; transformers' Qwen2.5-VL ignores any other value; probable "
+            "cause: a config.json made by hand"
+        )
     return ModelShape(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden,
         num_heads=num_heads,
         num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         ffn_hidden_size=int(_require_key(config, "intermediate_size", file)),
         vocab_size=int(_require_key(config, "vocab_size", file)),
         norm_eps=float(_require_key(config, "rms_norm_eps", file)),
         max_position_embeddings=max_positions,
         tie_word_embeddings=head is HeadKind.vocab
         and bool(config.get("tie_word_embeddings", False)),
-        rope=RopeConfig.from_config(config, str(file)),
+        rope=_rope_from_config(config, family, head_dim, file),
         qkv_bias=family.has_qkv_bias or attention_bias,
         o_proj_bias=attention_bias,
         mlp_bias=family.reads_mlp_bias and bool(config.get("mlp_bias")),
         qk_norm=family.has_qk_norm,
         moe=_moe_from_config(config, num_layers, file) if family.is_moe else None,
         head=head,
+        vision=_vision_from_config(config, family, hidden, file),
     )
+
+
+def _rope_from_config(
+    config: dict[str, Any], family: ModelFamily, head_dim: int, file: Path
+) -> RopeConfig:
+    if family.vision_tower is None:
+        return RopeConfig.from_config(config, str(file))
+    return RopeConfig.from_vision_config(
+        config,
+        str(file),
+        num_frequencies=head_dim // 2,
+        interleaved=family.vision_tower is VisionTower.qwen3_vl,
+    )
+
+
+def _vision_from_config(
+    config: dict[str, Any], family: ModelFamily, hidden: int, file: Path
+) -> VisionShape | None:
+    if family.vision_tower is None:
+        return None
+    settings = _require_key(config, "vision_config", file)
+    return VisionShape.from_config(settings, family.vision_tower, hidden, str(file))
 
 
 def _moe_from_config(config: dict[str, Any], num_layers: int, file: Path) -> MoeShape | None:

@@ -10,6 +10,9 @@ computes the frequencies from these settings.
     yarn     (arXiv 2309.00071) similar, by number of rotations; cosines and sines are then
              multiplied by attention_factor
 
+A vision-language model has positions along time, height and width (`vision.positions`), and
+`mrope_section` says how many of the frequencies turn by which of them.
+
 To add a type: a member of `RopeType`, its keys in `_KNOWN_KEYS` and fields of `RopeConfig`; its
 frequencies in `actor.model.rotary_embedding`; a configuration in `tests/tiny_models.py` beside
 `YARN_ROPE`, and a row in `test_rope_config.py`.
@@ -61,10 +64,52 @@ class RopeConfig:
     """Whether the bounds of the ramp are rounded (yarn)."""
     attention_factor: float = 1.0
     """Factor of cosines and sines (yarn)."""
+    mrope_section: tuple[int, ...] = ()
+    """Number of frequencies that turn by the position along time, height and width; empty for a
+    text model, whose tokens have one position."""
+    mrope_interleaved: bool = False
+    """Whether the axes take turns (T H W T H W ... T T) instead of having a run of frequencies
+    each."""
+
+    @classmethod
+    def from_vision_config(
+        cls, config: dict[str, Any], path: str, *, num_frequencies: int, interleaved: bool
+    ) -> RopeConfig:
+        """Read the rotary embedding of a vision-language model's decoder.
+
+        Args:
+            config: The keys of the decoder.
+            path: Path of the file, for error messages.
+            num_frequencies: Half of the head dim.
+            interleaved: Whether the architecture interleaves the axes.
+
+        Raises:
+            ValueError: As `from_config`, and for sections that are missing, do not add up to the
+                number of frequencies or are arranged in another way.
+        """
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = dict(config.get(key) or {})
+        if rope.get("type") == "mrope" or rope.get("rope_type") == "mrope":
+            rope |= {"type": "default", "rope_type": "default"}
+        section = tuple(rope.pop("mrope_section", None) or ())
+        arranged = bool(rope.pop("mrope_interleaved", False))
+        if len(section) != 3 or sum(section) != num_frequencies or arranged is not interleaved:
+            raise ValueError(
+                f"{path}: {key} has mrope_section={list(section)} and "
+                f"mrope_interleaved={arranged}, expected three numbers with the sum "
+                f"{num_frequencies} and {interleaved}; probable cause: a config.json of another "
+                "model family"
+            )
+        if not (rope.get("rope_theta") or config.get("rope_theta")):
+            raise ValueError(
+                f"{path}: key rope_theta is missing; probable cause: a damaged config.json"
+            )
+        plain = cls.from_config(config | {key: rope}, path)
+        return replace(plain, mrope_section=section, mrope_interleaved=interleaved)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: str) -> RopeConfig:
-        """Read the rotary embedding of a `config.json`.
+        """Read the rotary embedding of a text model's `config.json`.
 
         Args:
             config: The parsed file.

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.mapping.model_mapping import (
-    HF_EMBEDDING,
-    HF_FINAL_NORM,
     HF_LM_HEAD,
+    hf_embedding,
+    hf_final_norm,
     megatron_layout,
 )
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
     from mega_agentrl.reshard.planner.regions import Ranks, RankSetCache, RectOwners
 
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +115,14 @@ def expand_trainer_owners(
     for layer, name, sample_name in _layer_tensor_names(shape, owners):
         shift_ranks = shifters[stage_of[layer]]
         result[name] = {rect: shift_ranks(ranks) for rect, ranks in owners[sample_name].items()}
-    for name, stages in ((HF_EMBEDDING, [0]), (HF_FINAL_NORM, [last]), (HF_LM_HEAD, [last])):
-        if name == HF_EMBEDDING and shape.tie_word_embeddings and last:
+    for name in filter(_is_outside_layers, owners):
+        stages = [last] if name in (hf_final_norm(shape), HF_LM_HEAD) else [0]
+        if name == hf_embedding(shape) and shape.tie_word_embeddings and last:
             stages = [0, last]
-        if name in owners:
-            result[name] = {
-                rect: rank_sets.union(tuple(shifters[stage](ranks) for stage in stages))
-                for rect, ranks in owners[name].items()
-            }
+        result[name] = {
+            rect: rank_sets.union(tuple(shifters[stage](ranks) for stage in stages))
+            for rect, ranks in owners[name].items()
+        }
     return result
 
 
@@ -139,10 +139,15 @@ def expand_rollout_owners(
     `engine` has the layouts of the `one_layer_per_type` model by tensor rank of an engine.
     """
     owners = rect_owners([*engine] * num_engines, rank_sets, first_rank=first_rank)
-    result = {name: rects for name, rects in owners.items() if not _LAYER_NAME.match(name)}
+    result = {name: owners[name] for name in filter(_is_outside_layers, owners)}
     for _, name, sample_name in _layer_tensor_names(shape, owners):
         result[name] = owners[sample_name]
     return result
+
+
+def _is_outside_layers(name: str) -> bool:
+    """Return whether a tensor belongs to no layer of the decoder."""
+    return _LAYER_NAME.match(name) is None
 
 
 def _layer_tensor_names(shape: ModelShape, owners: RectOwners) -> list[tuple[int, str, str]]:
@@ -155,7 +160,7 @@ def _layer_tensor_names(shape: ModelShape, owners: RectOwners) -> list[tuple[int
     sample_layers = enumerate(first_layer_of_each_type(shape))
     sample_of = {shape.is_moe_layer(layer): index for index, layer in sample_layers}
     return [
-        (layer, f"model.layers.{layer}.{suffix}", sample_name)
+        (layer, f"{shape.family.hf_decoder_prefix}layers.{layer}.{suffix}", sample_name)
         for layer in range(shape.num_layers)
         for sample_name, suffix in names_of[sample_of[shape.is_moe_layer(layer)]]
     ]

@@ -1,8 +1,9 @@
 """Transfer groups: slices of one layer with the same holders and the same receivers.
 
-An update goes through the model layer by layer; a tensor outside of the layers is a unit of its
-own. A module of an engine has all its weights in one unit, so a rank that receives the units one
-after another never has incomplete modules of two units in memory.
+An update goes through the model layer by layer, blocks of a vision tower included; a tensor outside
+of the layers is a unit of its own. A module of an engine has all its weights in one unit, except
+for the biases of a tower's mergers, so a rank that receives the units one after another has hardly
+any incomplete modules of two units in memory.
 
 A group is split into equal buckets of at most the given size; slices are split along their first
 dim.
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.planner.regions import Ranks, TransferRegion
     from mega_agentrl.reshard.topology import RankLocation
 
-_LAYER_NAME = re.compile(r".*\.layers\.\d+\.")
+_LAYER_NAME = re.compile(r".*\.(?:layers|visual\.blocks)\.\d+\.|visual\.blocks\.\d+\.")
 
 
 @dataclass(slots=True)

@@ -7,9 +7,10 @@ whole tensor, row r and column c:
 
 The digest (D_1, D_2) of a rectangle is therefore the sum of the digests of any parts it is divided
 into. A rollout rank sums over what it has received and trainer ranks over what they hold, each in
-one pass, and neither needs to know how the other is sharded. Rows are all dims but the last; a
-vector is one row. Words w are 32 bits: a float32, or two 16-bit elements, of which the one in the
-odd column is the high half.
+one pass, and neither needs to know how the other is sharded. A vector is one row. A tensor with
+more than two dims, such as a convolution's weight, is cut along the first one only, so that the
+others are the columns of a row. Words w are 32 bits: a float32, or two 16-bit elements, of which
+the one in the odd column is the high half.
 
 All factors are odd, so a change within one word is always detected. Moved or exchanged rows and
 columns are detected because the factors are unrelated (SplitMix64 of the position). The checksum
@@ -109,7 +110,9 @@ def _as_matrix(values: torch.Tensor, rect: Rect) -> _Matrix:
             "shape and a type of 16 or 32 bits"
         )
     if len(rect.start) > 2:
-        raise ValueError(f"digest: {rect} has {len(rect.start)} dims, expected at most 2")
+        if any(rect.start[1:]):
+            raise ValueError(f"digest: {rect} of {len(rect.start)} dims, expected whole rows of it")
+        return values.flatten(1), (rect.start[0], 0)
     start = (0,) * (2 - len(rect.start)) + rect.start
     return values.reshape((1,) * (2 - values.ndim) + tuple(values.shape)), start
 

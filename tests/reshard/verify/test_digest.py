@@ -139,6 +139,17 @@ def test_a_vector_is_one_row(dtype, size, start):
     assert digest(values[0], (start,)) == digest(values, (0, start))
 
 
+@given(DTYPES, st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_dims_behind_the_first_are_columns(dtype, rows, height, width, data):
+    values = some_values(rows, height * width, dtype)
+    cut = data.draw(st.integers(1, rows - 1))
+    cube, whole = values.view(rows, height, width), Rect.whole((rows, height, width))
+    parts = [Rect((0, 0, 0), (cut, height, width)), Rect((cut, 0, 0), whole.stop)]
+    total = compute_digests([(cube[rect.slices], rect) for rect in parts])
+    assert compute_digests([(cube, whole)])[0].tolist() == digest(values)
+    assert total.sum(axis=0, dtype=np.uint32).tolist() == digest(values)
+
+
 def test_no_items_and_several():
     values = [some_values(2, 3, torch.float32, seed) for seed in range(3)]
     assert compute_digests([]).shape == (0, 2)
@@ -153,9 +164,9 @@ def test_no_items_and_several():
         ((2, 3), torch.float32, Rect.whole((3, 2)), r"\(2, 3\) of torch.float32 for Rect"),
         ((2, 3), torch.int8, Rect.whole((2, 3)), "16 or 32 bits"),
         ((2, 3), torch.float64, Rect.whole((2, 3)), "16 or 32 bits"),
-        ((1, 2, 3), torch.float32, Rect.whole((1, 2, 3)), "3 dims"),
+        ((1, 2, 3), torch.float32, Rect((0, 1, 0), (1, 3, 3)), "whole rows"),
     ],
-    ids=["shape", "8-bits", "64-bits", "3-dims"],
+    ids=["shape", "8-bits", "64-bits", "part-of-a-row"],
 )
 def test_other_types_and_shapes_are_refused(shape, dtype, rect, message):
     with pytest.raises(ValueError, match=message):

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.reshard.frames import FrameCodec, num_frame_bytes
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
 from mega_agentrl.reshard.topology import RankLocation
@@ -42,6 +44,7 @@ from tests.reshard.model_cuts import (
     widened,
 )
 from tests.reshard.rollout_cuts import engine_layouts
+from tests.vision_models import VISION_FAMILIES, make_vision_model
 
 TENSORS = {"w": torch.arange(32.0).reshape(8, 4), "v": torch.randn(6)}
 
@@ -122,6 +125,26 @@ def test_both_sides_agree_for_any_model_and_cut(model, rollout, dtype):
     for layout in rollout_layouts:
         params = {n: p.to(getattr(torch, dtype)) for n, p in cut(layout, tensors).items()}
         assert wrong_regions(layout, params, digest_of, dtype_of) == []
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("rollout", [1, 2])
+def test_both_sides_agree_on_a_vision_tower(tmp_path, family, rollout):
+    shape = ModelShape.from_folder(make_vision_model(family, tmp_path))
+    shapes = hf_shapes(shape)
+    tensors = {name: torch.randn(size) for name, size in shapes.items()}
+    trainer_layouts = trainer_layouts_of(shape, tensor=2, pipeline=2, data=2)
+    rollout_layouts = [engine_shard_layouts(shape, rank, rollout) for rank in range(rollout)]
+    dtype_of = types("bfloat16", shapes)
+    regions = collect_regions(rollout_layouts)
+    digest_of = expected_digests(trainer_layouts, tensors, regions, dtype_of)
+    kernel = f"{shape.family.hf_vision_prefix}patch_embed.proj.weight"
+    for layout in rollout_layouts:
+        params = {n: p.bfloat16() for n, p in cut(layout, tensors).items()}
+        assert wrong_regions(layout, params, digest_of, dtype_of) == []
+        params[kernel] = params[kernel].flip(2)
+        (wrong,) = wrong_regions(layout, params, digest_of, dtype_of)
+        assert wrong.hf_name == kernel
 
 
 @pytest.mark.parametrize(
