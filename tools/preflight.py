@@ -7,9 +7,9 @@ r"""Checks whether a configuration can run, without a GPU, for example on a logi
 Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
 with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
 (`--*-gbs`), reads the prompts if data and tokenizer are present, loads your own tools, rewards and
-simulated users, and makes the example calls of the tools. Models: Llama, Qwen2, Qwen3, Qwen3Moe; a
-folder with config.json is enough. Exit code 1: the run cannot start; the output names the key to
-change and working values. torch is never imported, except by your own code.
+simulated users, and makes the example calls of the tools. Models: Llama, Qwen2, Qwen3, Qwen3Moe,
+Qwen2.5-VL, Qwen3-VL; a folder with config.json is enough. Exit code 1: the run cannot start; the
+output names the key to change and working values. torch is never imported, except by your own code.
 """
 
 from __future__ import annotations

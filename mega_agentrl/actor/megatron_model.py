@@ -38,10 +38,15 @@ from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.reshard.hf_checkpoint import read_shards
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_mapping import (
+    hf_shapes,
+    is_vision_param,
+    megatron_layout,
+)
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
 from mega_agentrl.types.activity import track_activity
 from mega_agentrl.types.batch import UpdateStats
+from mega_agentrl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -122,6 +127,7 @@ class MegatronModel:
             config.parallel,
             self.dtype,
             tree_attention=config.model.tree_attention,
+            image_processor=ImageProcessor(config.model.path) if shape.vision else None,
         )
         check_parameter_shapes(chunks, self.shard_layouts)
         # The keys are the names in `shard_layouts`.
@@ -130,8 +136,9 @@ class MegatronModel:
             for number, chunk in enumerate(chunks)
             for name, parameter in chunk.named_parameters()
         }
-        for parameter in self.parameters.values():
-            parameter.requires_grad_(is_trainable)
+        for name, parameter in self.parameters.items():
+            frozen = config.model.freeze_vision and is_vision_param(name)
+            parameter.requires_grad_(is_trainable and not frozen)
         self.chunks = wrap_with_ddp(chunks, self.groups, config.parallel)
         self._optimizer = self._build_optimizer() if is_trainable else None
         self.num_steps, self.max_micro_batch_tokens = 0, 0
@@ -316,6 +323,7 @@ class MegatronModel:
                 multiple=parallel.tensor if parallel.sequence_parallel else 1,
                 context_rank=coordinates.context_rank,
                 context_size=coordinates.context_size,
+                has_images=self.shape.vision is not None,
             )
             for indices in plan
         ]

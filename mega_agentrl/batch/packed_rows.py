@@ -1,8 +1,9 @@
 """Rows of a batch without padding, in numpy arrays: the form in which ranks receive them.
 
 Rows stand one after another in depth-first order of their trees (`batch.tree_order`), and a token
-that rows share is stored once. numpy arrays come out of Ray's object store without a copy, so that
-all ranks on a machine read the same memory.
+that rows share is stored once. An image that rows share is one object, which is pickled once. numpy
+arrays come out of Ray's object store without a copy, so that all ranks on a machine read the same
+memory.
 
 Shape suffixes: R rows, R1 = R + 1 offsets of the rows and of the end, N stored tokens, M response
 tokens of all rows, where a shared token counts once for each row; B rows and T response positions
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mega_agentrl.types.batch import TrainBatch
+    from mega_agentrl.types.images import PlacedImage
+
+RowImages = tuple[tuple["PlacedImage", ...], ...]
+"""The images of each row; starts count its tokens, prompt and response."""
 
 POLICY_TARGETS = ("old_logp", "advantage", "ref_logp", "importance_weight")
 """Fields of `TrainBatch` that an update of the policy reads, without the suffix `_BT`."""
@@ -42,16 +47,20 @@ class PackedRows(RowLengths):
     num_positions: int
     """T, the response positions of the whole batch, to which the rows of a micro-batch are
     padded."""
+    images_R: RowImages | None = None
+    """Images of each row with their pixels; None if no row has any."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.row_R), len(self.length_R), len(self.prompt_length_R)}
+        sizes |= set() if self.images_R is None else {len(self.images_R)}
         num_stored = int((self.length_R - self.shared_length_R).sum())
         if len(sizes) > 1 or len(self.token_N) != num_stored:
             raise ValueError(
                 f"PackedRows: got {len(self.row_R)} row numbers, {len(self.length_R)} lengths, "
-                f"{len(self.prompt_length_R)} prompt lengths and {len(self.token_N)} tokens, "
-                f"expected equal numbers of the first three, and {num_stored} tokens, the sum of "
-                "length_R - shared_length_R"
+                f"{len(self.prompt_length_R)} prompt lengths, images of "
+                f"{'no' if self.images_R is None else len(self.images_R)} rows and "
+                f"{len(self.token_N)} tokens, expected equal numbers of all but the last, or no "
+                f"images, and {num_stored} tokens, the sum of length_R - shared_length_R"
             )
 
     @classmethod
@@ -63,6 +72,7 @@ class PackedRows(RowLengths):
         prompt_lengths: Sequence[int] | np.ndarray,
         num_positions: int,
         shared_length_R: np.ndarray | None = None,
+        images_R: Sequence[tuple[PlacedImage, ...]] | None = None,
     ) -> PackedRows:
         """Pack rows that are given as whole token sequences.
 
@@ -73,6 +83,7 @@ class PackedRows(RowLengths):
             num_positions: T, the response positions of the whole batch.
             shared_length_R: [R] int64 number of leading tokens that each row shares with the row
                 before it; None if the rows share nothing.
+            images_R: R tuples of the images of each row; None if no row has any.
         """
         length_R = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         if shared_length_R is None:
@@ -85,6 +96,7 @@ class PackedRows(RowLengths):
             prompt_length_R=np.array(prompt_lengths, dtype=np.int64),
             token_N=np.concatenate(stored) if stored else np.zeros(0, dtype=np.int32),
             num_positions=num_positions,
+            images_R=tuple(images_R) if images_R is not None and any(images_R) else None,
         )
 
     @classmethod
@@ -114,6 +126,7 @@ class PackedRows(RowLengths):
             prompt_lengths=[len(batch.prompt_ids[row]) for row in lengths.row_R],
             num_positions=response_BT.shape[1],
             shared_length_R=lengths.shared_length_R,
+            images_R=_select(batch.images_B, lengths.row_R),
         )
 
     @classmethod
@@ -129,10 +142,14 @@ class PackedRows(RowLengths):
                 the one before it.
         """
         row_by_number = {
-            int(row): (tokens_S, length)
+            int(row): (tokens_S, length, images)
             for part in parts
-            for row, tokens_S, length in zip(
-                part.row_R, part.sequences(range(part.num_rows)), part.prompt_length_R, strict=True
+            for row, tokens_S, length, images in zip(
+                part.row_R,
+                part.sequences(range(part.num_rows)),
+                part.prompt_length_R,
+                part.images_R or ((),) * part.num_rows,
+                strict=True,
             )
         }
         return cls.from_sequences(
@@ -141,6 +158,7 @@ class PackedRows(RowLengths):
             prompt_lengths=[row_by_number[int(row)][1] for row in row_R],
             num_positions=parts[0].num_positions,
             shared_length_R=shared_length_R,
+            images_R=[row_by_number[int(row)][2] for row in row_R],
         )
 
     @property
@@ -177,6 +195,7 @@ class PackedRows(RowLengths):
             prompt_lengths=self.prompt_length_R[index_R],
             num_positions=self.num_positions,
             shared_length_R=shared_between(self.shared_length_R, index_R),
+            images_R=_select(self.images_R, index_R),
         )
 
     def with_token_appended(self) -> PackedRows:
@@ -187,6 +206,7 @@ class PackedRows(RowLengths):
             prompt_lengths=self.prompt_length_R,
             num_positions=self.num_positions + 1,
             shared_length_R=self.shared_length_R,
+            images_R=self.images_R,
         )
 
 
@@ -314,6 +334,10 @@ def unpack_scores(
             padded_RT[inside_RT] = torch.tensor(value_M)
             output_BT[index_R] = padded_RT
     return outputs
+
+
+def _select(images: RowImages | None, row_R: np.ndarray) -> RowImages | None:
+    return None if images is None else tuple(images[row] for row in row_R.tolist())
 
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:

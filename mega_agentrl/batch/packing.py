@@ -9,13 +9,14 @@ so that its missing reward stays out of its prompt's mean. A pending reward is N
 trees: a fork shares the ids of its parent's first `fork_len` tokens, and the padding is -1.
 `tree_order_B` and `shared_length_B` describe which leading tokens rows share: the prompt, the
 response up to a fork, and the tokens that a reset context keeps of the sequence before it.
+`images_B` places the images of prompts, responses and reset contexts in the rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ from mega_agentrl.types.batch import TrainBatch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from mega_agentrl.types.records import RolloutTree, Trajectory
+    from mega_agentrl.types.images import ImageInput, PlacedImage
+    from mega_agentrl.types.records import ContextReset, Prompt, RolloutTree, Trajectory
 
 PAD_TREE_TOKEN = -1
 
@@ -37,7 +39,8 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
     """Return the batch of all trajectories.
 
     Raises:
-        ValueError: there is no token to train on, or a tree is inconsistent.
+        ValueError: there is no token to train on, a tree is inconsistent, or the pixels of an image
+            were not loaded.
     """
     trajectories = _all_trajectories(trees)
     rows = [
@@ -76,6 +79,7 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
         trajectory_B=trajectory_B if len(rows) > len(trajectories) else None,
         tree_order_B=torch.tensor(order, dtype=torch.int64),
         shared_length_B=torch.tensor(shared, dtype=torch.int64),
+        images_B=_row_images(trajectories, rows),
     )
 
 
@@ -158,18 +162,65 @@ class _RowSegment:
     context_index: int
     """0 for the prompt, i for the context of the i-th reset."""
     context_ids: tuple[int, ...]
+    context_images: tuple[PlacedImage, ...]
+    """Images of the context; starts count `context_ids`."""
     start: int
     stop: int
 
 
 def _row_segments(index: int, trajectory: Trajectory) -> Iterator[_RowSegment]:
     """Yield the non-empty parts of a trajectory, or all of it if its context was never reset."""
-    contexts = [(0, trajectory.prompt.token_ids)]
-    contexts += [(reset.start, reset.token_ids) for reset in trajectory.context_resets]
+    contexts: list[tuple[int, Prompt | ContextReset]] = [(0, trajectory.prompt)]
+    contexts += [(reset.start, reset) for reset in trajectory.context_resets]
     stops = [start for start, _ in contexts[1:]] + [len(trajectory.token_ids)]
-    for number, ((start, context_ids), stop) in enumerate(zip(contexts, stops, strict=True)):
+    for number, ((start, context), stop) in enumerate(zip(contexts, stops, strict=True)):
         if start < stop or len(contexts) == 1:
-            yield _RowSegment(index, number, context_ids, start, stop)
+            yield _RowSegment(index, number, context.token_ids, context.images, start, stop)
+
+
+def _row_images(
+    trajectories: Sequence[Trajectory], rows: Sequence[_RowSegment]
+) -> tuple[tuple[PlacedImage, ...], ...] | None:
+    """Return the images of each row, loaded and one object for each id; None if there are none."""
+    placed = []
+    for row in rows:
+        offset = len(row.context_ids) - row.start
+        placed.append(
+            [
+                *row.context_images,
+                *(
+                    image.shifted(offset)
+                    for image in trajectories[row.trajectory_index].images
+                    if row.start <= image.start < row.stop
+                ),
+            ]
+        )
+    if not any(placed):
+        return None
+    loaded = _loaded_images(placed)
+    return tuple(
+        tuple(replace(image, image=loaded[image.image.image_id]) for image in images)
+        for images in placed
+    )
+
+
+def _loaded_images(placed: Iterable[Iterable[PlacedImage]]) -> dict[str, ImageInput]:
+    """Return an image with pixels for each id.
+
+    A prompt's images are not loaded, but a trajectory's own images may show the same file.
+    """
+    found: dict[str, ImageInput] = {}
+    for image in (part.image for images in placed for part in images):
+        if image.image_id not in found or found[image.image_id].pixels_HWC is None:
+            found[image.image_id] = image
+    for image in found.values():
+        if image.pixels_HWC is None:
+            raise ValueError(
+                f"image {image.image_id} ({image.path or 'from a tool'}): got no pixels, expected "
+                "those that the rollout loads (`ImageProcessor.load`); probable cause: an agent "
+                "that has not put the loaded images into the prompt of its trajectory"
+            )
+    return found
 
 
 def _pad_to_tensor(

@@ -14,7 +14,8 @@ and for a sequence of S tokens with causal attention
 
 The output layer costs 2 h V for each scored token, V being the size of the vocabulary. A backward
 pass costs twice as much as a forward pass.
-Embedding, norms, activations, rotary embeddings, padding and recomputation are not counted. These
+Embedding, norms, activations, rotary embeddings, vision towers, padding and recomputation are not
+counted. These
 are model FLOPs as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), except that PaLM
 also counts the masked half of the attention.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from mega_agentrl.batch.packing import (
 )
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import ContextReset, RolloutTree, Score, StopReason, Trajectory
 from tests.fakes import FakeRubric, make_context, make_prompt
 
@@ -134,6 +137,42 @@ def test_every_part_after_a_context_reset_is_a_row():
     assert batch.reward_B.tolist() == [1, 1, 0.5, 0.5, -1]
     assert batch.group_B.tolist() == [0, 0, 0, 0, 1]
     assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).trajectory_B is None
+
+
+def image(name, *, loaded=True):
+    return ImageInput(
+        image_id=name,
+        width=28,
+        height=28,
+        grid_thw=(1, 2, 2),
+        merge_size=2,
+        pixels_HWC=np.zeros((28, 28, 3), dtype=np.uint8) if loaded else None,
+    )
+
+
+def test_images_of_prompt_response_and_new_context_are_placed_in_the_rows():
+    picture, zoomed = PlacedImage(start=1, image=image("a")), PlacedImage(start=2, image=image("b"))
+    reset = ContextReset(start=3, token_ids=(40, 41), images=(picture,))
+    prompt = replace(PROMPT, token_ids=(7, 8, 9, 7), images=(picture,))
+    turned = _row(
+        "a", [1, 2, 3, 4, 5, 6], [1, 1, 0, 1, 1, 1], prompt=prompt, context_resets=(reset,),
+        images=(zoomed, PlacedImage(start=4, image=image("a", loaded=False))),
+    )  # fmt: skip
+    plain = _row("b", [1, 2], [1, 1], prompt=prompt)
+    batch = pack_trees([RolloutTree(prompt=prompt, trajectories=[turned, plain])])
+    placed = [[(part.image.image_id, part.start) for part in row] for row in batch.images_B]
+    # The second part of `a` begins with response token 3, after a context of two tokens.
+    assert placed == [[("a", 1), ("b", 4 + 2)], [("a", 1), ("a", 2 + 4 - 3)], [("a", 1)]]
+    objects = {id(part.image) for row in batch.images_B for part in row}
+    assert len(objects) == 2, "one object for each image, with its pixels"
+    assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).images_B is None
+
+
+def test_an_image_that_was_not_loaded_is_named():
+    unloaded = PlacedImage(start=0, image=image("a", loaded=False))
+    tree = _tree(_row("a", [1, 2], [0, 1], images=(unloaded,)))
+    with pytest.raises(ValueError, match=r"image a \(from a tool\): got no pixels"):
+        pack_trees([tree])
 
 
 def test_a_batch_without_a_token_to_train_on_says_how_the_trajectories_ended():

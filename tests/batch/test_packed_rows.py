@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +19,10 @@ from mega_agentrl.batch.packed_rows import (
     unpack_scores,
 )
 from mega_agentrl.batch.tree_order import shared_between
+from mega_agentrl.types.images import ImageInput, PlacedImage
 from tests.parallel.reference import make_batch
 from tests.train_batches import select_rows
-from tests.tree_batches import make_tree_batch, tree_shapes
+from tests.tree_batches import TreeShape, make_tree_batch, tree_shapes
 
 
 def two_rows():
@@ -41,6 +43,52 @@ def test_two_rows_by_hand():
     longer = rows.with_token_appended()
     assert longer.sequences([0])[0].tolist() == [*rows.sequences([0])[0], 0]
     assert (longer.num_positions, longer.row_R.tolist()) == (13, [0, 1])
+
+
+def image(name, pixels=None):
+    return ImageInput(
+        image_id=name, width=28, height=28, grid_thw=(1, 2, 2), merge_size=2, pixels_HWC=pixels
+    )
+
+
+def with_images(batch, *rows):
+    return batch.with_fields(
+        images_B=tuple(
+            tuple(PlacedImage(start=start, image=image(name)) for name, start in row)
+            for row in rows
+        )
+    )
+
+
+def test_images_stay_with_their_rows():
+    # In depth-first order the rows are 1, 0, 2.
+    batch = make_tree_batch((TreeShape(prompt_length=4, rows=((None, 0, 3),) * 3),)).with_fields(
+        tree_order_B=torch.tensor([1, 0, 2])
+    )
+    batch = with_images(batch, [("a", 1)], [("a", 1), ("b", 5)], [])
+    rows = PackedRows.from_batch(batch)
+
+    def named(rows):
+        return [[(part.image.image_id, part.start) for part in row] for row in rows.images_R]
+
+    assert named(rows) == [[("a", 1), ("b", 5)], [("a", 1)], []]
+    assert named(rows.take([0, 2])) == [[("a", 1), ("b", 5)], []]
+    assert rows.take([2]).images_R is None
+    assert named(rows.with_token_appended()) == named(rows)
+    parts = [rows.take([1]), rows.take([2]), rows.take([0])]
+    merged = PackedRows.merge(parts, rows.row_R, rows.shared_length_R)
+    assert named(merged) == named(rows)
+    assert PackedRows.from_batch(make_tree_batch()).images_R is None
+    with pytest.raises(ValueError, match="images of 2 rows"):
+        replace(rows, images_R=rows.images_R[:2])
+
+
+def test_an_image_of_several_rows_travels_once():
+    pixels = np.zeros((100, 100, 3), dtype=np.uint8)
+    placed = (PlacedImage(start=1, image=image("a", pixels)),)
+    batch = make_tree_batch((TreeShape(prompt_length=4, rows=((None, 0, 3),) * 8),))
+    rows = PackedRows.from_batch(batch.with_fields(images_B=(placed,) * 8))
+    assert len(pickle.dumps(rows)) < 1.5 * pixels.nbytes
 
 
 def test_shared_tokens_are_stored_once():

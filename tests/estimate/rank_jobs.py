@@ -36,9 +36,10 @@ def grad_buffers(model):
         yield from chunk.expert_parallel_buffers
 
 
-def held_bytes(rank_info, folder, layout, dtype):
+def held_bytes(rank_info, folder, layout, dtype, freeze_vision=False):
     """Return (stage, replica, expert replica) and bytes of weights, gradients, optimizer."""
-    config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype(dtype)), parallel=layout)
+    model_config = ModelConfig(path=folder, dtype=Dtype(dtype), freeze_vision=freeze_vision)
+    config = TrainConfig(model=model_config, parallel=layout)
     model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
     for part in model.optimizer._chained_optimizers:
         optimizer._init_missing_moments(part)

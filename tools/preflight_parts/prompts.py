@@ -20,6 +20,7 @@ from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.estimate.preflight.report import PreflightProblem
 from mega_agentrl.estimate.preflight.suggestions import get_setting, with_overrides
 from mega_agentrl.rollout.conversation.messages import template_drift, tool_message
+from mega_agentrl.runtime.inputs import open_image_reader
 from mega_agentrl.tool.toolkit import build_toolkit, load_tools
 from mega_agentrl.types.records import Prompt, Role, ToolOutcome, ToolStatus, Turn
 
@@ -73,7 +74,14 @@ def inspect_prompts(
         if not files or not exist:
             continue
         try:
-            loaded = load_prompts(files, codec, unlimited, key=key, tool_schemas=schemas)
+            loaded = load_prompts(
+                files,
+                codec,
+                unlimited,
+                key=key,
+                tool_schemas=schemas,
+                images=open_image_reader(config, None),
+            )
         except ValueError as error:
             problems.append(PreflightProblem(key, str(error)))
             continue

@@ -29,6 +29,7 @@ _POLICY_PARTS = {
     "gradients": "gradients, float32",
     "optimizer": "optimizer",
     "activations": "activations of the micro-batches",
+    "vision_activations": "activations of the vision tower",
     "row_tensors": "the losses' tensors, one row per trajectory",
     "head_workspace": "logits chunk and the head's gradients",
     "layer_workspace": "or backward pass of a layer",

@@ -69,6 +69,8 @@ class CheckpointManifest:
     """Every file of the checkpoint except the manifest, by name."""
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values of the caller of `save_checkpoint`."""
+    freeze_vision: bool = False
+    """Whether the vision tower was frozen, so that the checkpoint has no moments of it."""
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
@@ -103,11 +105,12 @@ class CheckpointManifest:
         `source` names where the expected shape is from.
         """
         expected = to_json_dict(asdict(shape), "shape")
-        if self.shape != expected:
-            differing = [name for name in expected if self.shape.get(name) != expected[name]]
+        got = _with_neutral_values(self.shape, expected)
+        if got != expected:
+            differing = [name for name in expected if got.get(name) != expected[name]]
             raise ValueError(
                 f"checkpoint {folder}: {', '.join(differing)} "
-                f"{[self.shape.get(name) for name in differing]}, expected "
+                f"{[got.get(name) for name in differing]}, expected "
                 f"{[expected[name] for name in differing]} of {source}; probable cause: another "
                 "model's folder, or a critic's checkpoint"
             )
@@ -116,6 +119,16 @@ class CheckpointManifest:
         """Write the manifest atomically, which makes the folder a checkpoint."""
         text = json.dumps({"format": MANIFEST_FORMAT, **asdict(self)}, indent=1)
         atomic_write(folder / MANIFEST_FILE, text, fsync=True)
+
+
+def _with_neutral_values(stored: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored shape with keys that later versions have added, where they say nothing."""
+    merged = {name: value for name, value in expected.items() if value in (None, False, [])}
+    for name, value in stored.items():
+        inner = expected.get(name)
+        is_nested = isinstance(value, dict) and isinstance(inner, dict)
+        merged[name] = _with_neutral_values(value, inner) if is_nested else value
+    return merged
 
 
 def create_partial_folder(folder: Path, token: str) -> Path:

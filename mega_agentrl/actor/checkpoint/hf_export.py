@@ -34,7 +34,11 @@ from mega_agentrl.reshard.hf_checkpoint import (
     partial_export_folder,
     plan_files,
 )
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
+from mega_agentrl.reshard.mapping.model_mapping import (
+    hf_shapes,
+    is_hf_vision_name,
+    megatron_layout,
+)
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
@@ -116,18 +120,21 @@ def convert_checkpoint_to_hf(
         raise ValueError(f"checkpoint {checkpoint}: {damage}; probable cause: a damaged copy")
     train_dtype = getattr(torch, manifest.dtype)
     dtype = dtype or train_dtype
-    kind = MASTER if has_master_weights(train_dtype) and dtype == torch.float32 else WEIGHT
+    exports_masters = has_master_weights(train_dtype) and dtype == torch.float32
+
+    def stored_key(name: str) -> str:
+        has_master = not (manifest.freeze_vision and is_hf_vision_name(shape, name))
+        return state_key(MASTER if exports_masters and has_master else WEIGHT, name)
+
     shapes = hf_shapes(shape)
     plan = plan_files(
         [list(shapes)], shapes, element_bytes=dtype.itemsize, max_file_bytes=max_file_bytes
     )
     begin_export(target, model)
     for file in plan:
-        state = {
-            state_key(kind, name): torch.empty(shapes[name], dtype=dtype) for name in file.tensors
-        }
+        state = {stored_key(name): torch.empty(shapes[name], dtype=dtype) for name in file.tensors}
         dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-        tensors = {name: state[state_key(kind, name)] for name in file.tensors}
+        tensors = {name: state[stored_key(name)] for name in file.tensors}
         _write_safetensors(partial_export_folder(target) / file.name, tensors)
     finish_export(target, plan, shapes, element_bytes=dtype.itemsize)
 

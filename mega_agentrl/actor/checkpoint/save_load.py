@@ -90,6 +90,12 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     manifest = CheckpointManifest.read(folder)
     manifest.require_shape(folder, model.shape, "model.path")
+    if manifest.freeze_vision and not model.config.model.freeze_vision:
+        raise ValueError(
+            f"model.freeze_vision=false: expected true to resume checkpoint {folder}, which has no "
+            "optimizer state of the vision tower; probable cause: another configuration of the run "
+            "(start a new one from its exported weights to train the tower)"
+        )
     with track_activity("check of the checkpoint", model.groups.describe_peers("all")):
         _check_files_on_all_ranks(folder, manifest)
     masters = sharded_state.has_master_weights(getattr(torch, manifest.dtype))
@@ -128,6 +134,7 @@ def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointMan
         shape=checkpoint_dir.to_json_dict(asdict(model.shape), "shape"),
         files={},
         extra=extra,
+        freeze_vision=model.config.model.freeze_vision,
     )
 
 

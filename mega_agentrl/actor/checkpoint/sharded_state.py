@@ -1,8 +1,8 @@
 """The state of a model in a checkpoint, as Megatron's sharded tensors.
 
     weight.NAME                  in the training dtype
-    master.NAME                  float32, where training is in bf16
-    exp_avg.NAME, exp_avg_sq.NAME   Adam's moments, float32
+    master.NAME                  float32, where training is in bf16; not of a frozen vision tower
+    exp_avg.NAME, exp_avg_sq.NAME   Adam's moments, float32; not of a frozen vision tower
     rng                          torch's random state, one per rank
 
 NAME and the global shape are those of the Hugging Face tensor; the global offset is the position of
@@ -25,10 +25,11 @@ from mega_agentrl.actor import device
 from mega_agentrl.actor.training.optimizer import MOMENTS
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_mapping import (
-    HF_EMBEDDING,
     MEGATRON_OUTPUT_LAYER,
+    hf_embedding,
     hf_shapes,
     is_expert_param,
+    is_hf_vision_name,
     is_tensor_replicated,
 )
 
@@ -99,10 +100,14 @@ def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int
 
 def stored_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the model's checkpoints, by key."""
-    kinds = [WEIGHT, *MOMENTS, *([MASTER] if has_master_weights(model.dtype) else [])]
+    kinds = [*MOMENTS, *([MASTER] if has_master_weights(model.dtype) else [])]
     shapes = hf_shapes(model.shape)
-    return {
-        state_key(kind, name): full_shape for kind in kinds for name, full_shape in shapes.items()
+    stored = {state_key(WEIGHT, name): full_shape for name, full_shape in shapes.items()}
+    return stored | {
+        state_key(kind, name): full_shape
+        for kind in kinds
+        for name, full_shape in shapes.items()
+        if not (model.config.model.freeze_vision and is_hf_vision_name(model.shape, name))
     }
 
 
@@ -114,22 +119,23 @@ def restore_rng_state(loaded: dict[str, torch.Tensor]) -> None:
 
 
 def rects_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:
-    """Yield the rectangles of a vector or matrix that hold its flat elements [start, stop)."""
+    """Yield the rectangles of a tensor that hold its flat elements [start, stop), in order."""
     if len(shape) == 1:
         if start < stop:
             yield Rect((start,), (stop,))
         return
-    _, width = shape
+    row_numel = prod(shape[1:])
     while start < stop:
-        row, column = divmod(start, width)
-        if column or stop - start < width:
-            end = min(width, column + stop - start)
-            yield Rect((row, column), (row + 1, end))
-            start += end - column
+        row, first = divmod(start, row_numel)
+        if first or stop - start < row_numel:
+            last = min(row_numel, first + stop - start)
+            for rect in rects_of_flat_range(shape[1:], first, last):
+                yield Rect((row, *rect.start), (row + 1, *rect.stop))
+            start += last - first
         else:
-            last = stop // width
-            yield Rect((row, 0), (last, width))
-            start = last * width
+            end = stop // row_numel
+            yield Rect((row, *(0,) * (len(shape) - 1)), (end, *shape[1:]))
+            start = end * row_numel
 
 
 def iter_hf_views(
@@ -137,8 +143,9 @@ def iter_hf_views(
 ) -> Iterator[tuple[str, Rect, torch.Tensor]]:
     """Yield (Hugging Face name, rectangle in that tensor, view) for all elements except padding.
 
-    A flat range is at most three rectangles of the matrix (the rest of a row, whole rows, the
-    beginning of a row), and each of them intersects the blocks of the parameter in rectangles.
+    A flat range is at most three rectangles of a matrix (the rest of a row, whole rows, the
+    beginning of a row), a few more of a tensor with more dims, and each of them intersects the
+    blocks of the parameter in rectangles.
 
     Args:
         shard: Layout of the parameter.
@@ -196,7 +203,7 @@ def _is_writing_replica(
         is_sharded: Whether data ranks hold shards of the values instead of replicas.
     """
     if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
-        b.hf_name == HF_EMBEDDING for b in shard.blocks
+        b.hf_name == hf_embedding(model.shape) for b in shard.blocks
     ):
         return False  # a second copy of the tied embedding
     collection, is_expert = model.groups.pg_collection, is_expert_param(shard.name)

@@ -3,12 +3,16 @@
 The forward pass ends at the hidden states after the final norm: log-probs are computed by
 `vocab.vocab_parallel` without full logits, values by a scalar head. Under sequence parallelism
 the last chunk gathers all tokens, because both heads need them; the gradient of the hidden
-states is complete on every tensor rank, so the backward pass only splits it. Weights are
-uninitialised until a checkpoint is loaded.
+states is complete on every tensor rank, so the backward pass only splits it. The first chunk of a
+vision-language model has the vision tower (`vision_tower`). Weights are uninitialised until a
+checkpoint is loaded.
 
 To add a model family: a row of `FAMILIES` in `reshard.mapping.model_shape`, its parameter names
 in `reshard.mapping.model_mapping`, Megatron's options in `build_transformer_config`, its modules
-in `layer_spec`; a tiny model in `tests/tiny_models.py` and a row of `MODELS` in `test_gpt_model`.
+in `layer_spec`; a tiny model in `tests/tiny_models.py` and a row of `MODELS` in `test_gpt_model`. A
+family with images also needs its tower: a member of `VisionTower` with its settings and tensors in
+`reshard.mapping.vision_shape`, transformers' class in `vision_tower`, and a tiny model in
+`tests/vision_models.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +29,12 @@ from torch.nn import functional
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedTreeParams, check_tree_attention
-from mega_agentrl.actor.model.rotary_embedding import PackedRotaryEmbedding, set_attention_factor
+from mega_agentrl.actor.model.rotary_embedding import (
+    PackedMultimodalRotaryEmbedding,
+    PackedRotaryEmbedding,
+    set_attention_factor,
+)
+from mega_agentrl.actor.model.vision_tower import build_vision_tower, encode_images
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
 from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.reshard.mapping.model_mapping import (
@@ -44,6 +53,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.policy import ParallelConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.mapping.model_shape import ModelShape, MoeShape
+    from mega_agentrl.vision.processor import ImageProcessor
 
 _NO_TP_GRAD_SUM_SUFFIXES = ("q_layernorm.weight", "k_layernorm.weight", MEGATRON_OUTPUT_LAYER)
 
@@ -59,7 +69,13 @@ class ScalarOutputLayer(torch.nn.Module):
 
 
 class GPTModelChunk(GPTModel):
-    """One chunk: layers, with the embedding in the first and norm and head in the last one."""
+    """One chunk: layers, with the embedding in the first and norm and head in the last one.
+
+    The first chunk of a vision-language model also has the vision tower.
+    """
+
+    vision: torch.nn.Module | None
+    image_processor: ImageProcessor | None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
         return hidden_states
@@ -82,17 +98,57 @@ class GPTModelChunk(GPTModel):
             `[S, 1, D]` hidden states. All but the last chunk return the input of the next one,
             which is `[S/tp, 1, D]` under sequence parallelism.
         """
-        hidden = self(
-            input_ids=micro.token_S[None],
-            position_ids=micro.position_S[None],
-            attention_mask=None,
-            packed_seq_params=PackedTreeParams.from_micro_batch(micro),
-        )
+        hidden = self(micro)
         if self.post_process and self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """Run the chunk; its last stage does not gather the tokens of sequence parallelism."""
+        trees = PackedTreeParams.from_micro_batch(micro)
+        embedded_S1D = features = None
+        if self.vision is not None and micro.images is not None:
+            embedded_S1D, features = self._embed_with_images(micro, trees)
+        hidden: torch.Tensor = super().forward(
+            input_ids=micro.token_S[None],
+            position_ids=micro.position_S[None],
+            attention_mask=None,
+            decoder_input=embedded_S1D,
+            packed_seq_params=trees,
+            extra_block_kwargs=None if features is None else {"context": features},
+        )
+        return hidden
+
+    def _embed_with_images(
+        self, micro: MicroBatch, trees: PackedTreeParams
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the embeddings with features in place of those of placeholders.
+
+        Args:
+            micro: The micro-batch.
+            trees: Its trees; the places of features that are added after layers are set here.
+
+        Returns:
+            `[S, 1, D]` embeddings, `[S/tp, 1, D]` under sequence parallelism, and `[K, P, D]`
+            features that are added after the first layers, or None.
+        """
+        assert self.vision is not None, "the first chunk has the tower"
+        assert self.image_processor is not None, "it comes with the tower"
+        images = micro.images
+        embedded_S1D = self.embedding(
+            input_ids=micro.token_S[None], position_ids=micro.position_S[None]
+        )
+        if images is not None and self.config.sequence_parallel:
+            num_tokens = embedded_S1D.size(0)
+            start = self.pg_collection.tp.rank() * num_tokens
+            images = images.within(start, start + num_tokens)
+        if images is None:
+            return embedded_S1D, None
+        feature_PD, deepstack_KPD = encode_images(self.vision, self.image_processor, images)
+        trees.image_place_P = images.place_P
+        return embedded_S1D.index_copy(0, images.place_P, feature_PD.unsqueeze(1)), deepstack_KPD
 
 
 def build_transformer_config(
@@ -225,16 +281,28 @@ def build_model_chunks(
     dtype: torch.dtype,
     *,
     tree_attention: TreeAttention = TreeAttention.gather,
+    image_processor: ImageProcessor | None = None,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
 
-    The head is `shape.head`, which may differ from that of the checkpoint.
+    The head is `shape.head`, which may differ from that of the checkpoint. A model that sees images
+    needs the processor of its folder.
     """
+    assert (shape.vision is None) == (image_processor is None), "a tower needs its processor"
     config = build_transformer_config(shape, groups, parallel, dtype, tree_attention=tree_attention)
-    return [
+    chunks = [
         _build_model_chunk(shape, groups, config, chunk)
         for chunk in range(groups.coordinates.model_parallel_rank.virtual_size)
     ]
+    for number, chunk in enumerate(chunks):
+        chunk.vision, chunk.image_processor = None, image_processor
+        if shape.vision is not None and groups.coordinates.model_parallel_rank.holds_embedding(
+            number
+        ):
+            recompute = parallel.recompute is Recompute.full
+            chunk.vision = build_vision_tower(shape.vision, dtype, recompute=recompute)
+        set_grad_sync_flags(chunk, shape, sequence=config.sequence_parallel)
+    return chunks
 
 
 def _build_model_chunk(
@@ -255,11 +323,11 @@ def _build_model_chunk(
         pg_collection=groups.pg_collection,
         vp_stage=chunk,
     )
-    model.rotary_pos_emb = PackedRotaryEmbedding(shape.head_dim, shape.rope)
+    rotary = PackedMultimodalRotaryEmbedding if shape.vision else PackedRotaryEmbedding
+    model.rotary_pos_emb = rotary(shape.head_dim, shape.rope)
     if shape.head is HeadKind.scalar and mp_rank.holds_output_layer(chunk):
         model.output_layer = ScalarOutputLayer(shape.hidden_size, config.params_dtype)
     model.to(device.current_device())
-    set_grad_sync_flags(model, shape, sequence=config.sequence_parallel)
     return model
 
 

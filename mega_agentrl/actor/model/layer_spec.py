@@ -22,6 +22,7 @@ from torch.nn import functional
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.grouped_experts import GroupedExperts
 from mega_agentrl.actor.model.packed_attention import PackedAttention
+from mega_agentrl.actor.model.vision_tower import DeepStackLayer
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -117,11 +118,14 @@ def decoder_block_spec(
     num_layers = shape.num_layers // (mp_rank.pipeline_size * mp_rank.virtual_size)
     first_layer = (chunk * mp_rank.pipeline_size + mp_rank.pipeline_rank) * num_layers
     build = _te_layer_spec if device.has_transformer_engine() else _local_layer_spec
+    layers = range(first_layer, first_layer + num_layers)
+    specs = [build(shape, sparse=shape.is_moe_layer(layer)) for layer in layers]
+    num_deepstack = len(shape.vision.deepstack_blocks) if shape.vision else 0
+    for layer, spec in zip(layers, specs, strict=True):
+        if layer < num_deepstack:
+            spec.module = DeepStackLayer
     return TransformerBlockSubmodules(
-        layer_specs=[
-            build(shape, sparse=shape.is_moe_layer(layer))
-            for layer in range(first_layer, first_layer + num_layers)
-        ],
+        layer_specs=specs,
         layer_norm=_te_norm() if device.has_transformer_engine() else RMSNorm,
     )
 

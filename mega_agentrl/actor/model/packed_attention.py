@@ -72,6 +72,11 @@ class PackedTreeParams(PackedSeqParams):
 
     position_S: torch.Tensor = None
     """`[S]` int64 position of each token on its path."""
+    rotary_position_3S: torch.Tensor | None = None
+    """`[3, S]` int64 position along time, height and width; None for a text model."""
+    image_place_P: torch.Tensor | None = None
+    """`[P]` int64 index of each placeholder of an image among the tokens that pass through this
+    rank's layers; set only where features are added to their hidden states (DeepStack)."""
     start_G: tuple[int, ...] = ()
     """`[G + 1]` first token of each tree in the packed tokens of all context ranks, and W."""
     branches: tuple[Branch, ...] = ()
@@ -98,6 +103,7 @@ class PackedTreeParams(PackedSeqParams):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             position_S=position_S,
+            rotary_position_3S=getattr(micro, "rotary_position_3S", None),
             start_G=start_G,
             branches=micro.branches,
             context_rank=micro.context_rank,

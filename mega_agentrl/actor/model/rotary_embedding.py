@@ -63,6 +63,49 @@ class PackedRotaryEmbedding(torch.nn.Module):
         return torch.cat([angle, angle], dim=-1)[:, None, None, :]
 
 
+class PackedMultimodalRotaryEmbedding(PackedRotaryEmbedding):
+    """Rotary angles of vision-language models, whose tokens have positions along three axes.
+
+    Every frequency turns by the position along one axis. With the sections (2, 3, 3) of eight
+    frequencies these are T T H H H W W W, or if the axes are interleaved T H W T H W H W.
+    """
+
+    def __init__(self, head_dim: int, rope: RopeConfig) -> None:
+        super().__init__(head_dim, rope)
+        self.axis_of_frequency = compute_frequency_axes(rope)
+
+    def get_rotary_seq_len(
+        self,
+        inference_context: None,
+        transformer: Any,
+        transformer_input: Any,
+        transformer_config: Any,
+        packed_seq_params: PackedTreeParams,
+    ) -> torch.Tensor:
+        """Return the `[3, S]` int64 positions, which Megatron passes on to `forward`."""
+        assert packed_seq_params.rotary_position_3S is not None, "packed for a text model"
+        return packed_seq_params.rotary_position_3S
+
+    def forward(
+        self, position_3S: torch.Tensor, packed_seq: bool = False, cp_group: None = None
+    ) -> torch.Tensor:
+        """Return the `[S, 1, 1, D]` float32 angles."""
+        frequency = self.inv_freq.to(position_3S.device)
+        axis = self.axis_of_frequency.to(position_3S.device)
+        angle = position_3S.float().index_select(0, axis).t() * frequency
+        return torch.cat([angle, angle], dim=-1)[:, None, None, :]
+
+
+def compute_frequency_axes(rope: RopeConfig) -> torch.Tensor:
+    """Return the `[D / 2]` int64 axis of each frequency: 0 time, 1 height, 2 width."""
+    if not rope.mrope_interleaved:
+        return torch.repeat_interleave(torch.arange(3), torch.tensor(rope.mrope_section))
+    axes = torch.zeros(sum(rope.mrope_section), dtype=torch.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * rope.mrope_section[axis] : 3] = axis
+    return axes
+
+
 def compute_inv_freq(head_dim: int, rope: RopeConfig) -> torch.Tensor:
     """Return the `[D / 2]` inverse frequencies in radians per position, float32."""
     default_inv_freq = 1.0 / rope.theta ** (

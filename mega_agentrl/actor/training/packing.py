@@ -15,6 +15,10 @@ token to all of its rows, and the backward pass of the copy adds up their gradie
 sums of advantages and weights over the paths of a token that tree training needs (arXiv 2511.00413,
 section 3), whatever the loss is, so that loss and gradient are those of flat rows.
 
+The images of the rows are listed once for each micro-batch, however many of its rows show them, and
+each context rank lists those whose placeholders it holds. The features of an image are the rows of
+a matrix in the order of its placeholders, and those of several images follow one another.
+
 Padding is added only where the parallel layout requires it: at the end of each tree for context
 parallelism, which splits every tree into equal chunks (`parallel.context_parallel`), and as one
 more tree at the end for sequence parallelism, which splits the rank's tokens evenly. No real
@@ -22,7 +26,8 @@ token attends to padding, and nothing is predicted there.
 
 Shape suffixes: S packed tokens of this rank, W of all context ranks, G trees, N predicted tokens of
 this rank, K pairs of a predicted token and a row that contains it, R rows of the micro-batch, T
-response positions of the batch, M response tokens of all rows of the data rank.
+response positions of the batch, M response tokens of all rows of the data rank, P placeholders of
+images.
 """
 
 from __future__ import annotations
@@ -39,11 +44,48 @@ from mega_agentrl.actor.model.attention_plan import Branch
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, tree_length_multiple
 from mega_agentrl.batch.tree_order import shared_between
 from mega_agentrl.reshard.layout import round_up
+from mega_agentrl.vision.positions import rotary_positions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from mega_agentrl.batch.packed_rows import PackedRows
+    from mega_agentrl.types.images import ImageInput, PlacedImage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchImages:
+    """Images of a micro-batch and the placeholders that take their features."""
+
+    images: tuple[ImageInput, ...]
+    """The distinct images, with their pixels."""
+    place_P: torch.Tensor
+    """`[P]` int64 index of each placeholder in the tokens, ascending."""
+    feature_P: torch.Tensor
+    """`[P]` int64 index of its feature among those of all images."""
+
+    def within(self, start: int, stop: int) -> MicroBatchImages | None:
+        """Return the placeholders among the tokens [start, stop), counted from `start`.
+
+        Images without such a placeholder are left out; the result is None if none remains.
+        """
+        inside_P = (self.place_P >= start) & (self.place_P < stop)
+        first_I1 = np.cumsum([0, *(image.num_tokens for image in self.images)])
+        feature_P = self.feature_P[inside_P].cpu().numpy()
+        image_P = np.searchsorted(first_I1, feature_P, side="right") - 1
+        kept_I = np.unique(image_P)
+        if not len(kept_I):
+            return None
+        images = tuple(self.images[index] for index in kept_I)
+        new_first_I = np.zeros(len(self.images), dtype=np.int64)
+        new_first_I[kept_I] = np.cumsum([0, *(image.num_tokens for image in images)])[:-1]
+        feature_P = feature_P - first_I1[image_P] + new_first_I[image_P]
+        device = self.place_P.device
+        return MicroBatchImages(
+            images=images,
+            place_P=self.place_P[inside_P] - start,
+            feature_P=torch.from_numpy(feature_P).to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +116,11 @@ class MicroBatch:
     context_rank: int = 0
     """The context rank that holds these tokens; each token is held by one rank."""
     context_size: int = 1
+    rotary_position_3S: torch.Tensor | None = None
+    """`[3, S]` int64 position of each token along time, height and width
+    (`vision.positions.rotary_positions`); None for a text model."""
+    images: MicroBatchImages | None = None
+    """The images whose placeholders this context rank holds; None if it holds none."""
 
     def predicted_mask(self, num_positions: int) -> torch.Tensor:
         """Return `[R, T]` bool, the evaluated tokens that this context rank predicts."""
@@ -93,6 +140,8 @@ class _PackedInputs:
     """`[W]` int64 token ids, 0 in the padding."""
     position_W: np.ndarray
     """`[W]` int64 position of each token on its path."""
+    rotary_position_3W: np.ndarray | None
+    """`[3, W]` int64 position of each token along time, height and width; None for a text model."""
     start_G: tuple[int, ...]
     branches: tuple[Branch, ...]
     packed_index_R: tuple[np.ndarray, ...]
@@ -108,6 +157,7 @@ def pack_rows(
     multiple: int = 1,
     context_rank: int = 0,
     context_size: int = 1,
+    has_images: bool = False,
 ) -> MicroBatch:
     """Pack rows of a data rank for one context rank.
 
@@ -120,9 +170,18 @@ def pack_rows(
         multiple: S is padded to a multiple of this (the tensor size under sequence parallelism).
         context_rank: The rank whose tokens are returned.
         context_size: Number of context ranks.
+        has_images: Whether the model sees images, so that its tokens have three positions.
+
+    Raises:
+        ValueError: For images of a model without a vision tower, and for an image that is placed at
+            other tokens than placeholders.
     """
     sequences = rows.sequences(indices)
-    inputs = _pack_inputs(rows, indices, sequences, multiple, context_size)
+    images = [rows.images_R[index] if rows.images_R else () for index in indices]
+    _check_places(indices, sequences, images, has_images=has_images)
+    inputs = _pack_inputs(
+        rows, indices, sequences, multiple, context_size, images if has_images else None
+    )
     packed_index_S = rank_token_indices(inputs.start_G, context_rank, context_size).numpy()
     row_K, column_K = selected_tokens(rows, indices, select_M)
     prompt_R = rows.prompt_length_R[list(indices)]
@@ -146,6 +205,7 @@ def pack_rows(
     def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
 
+    rotary_3W = inputs.rotary_position_3W
     return MicroBatch(
         rows=tuple(indices),
         token_S=tensor(inputs.token_W[packed_index_S]),
@@ -159,6 +219,77 @@ def pack_rows(
         column_K=tensor(column_K),
         context_rank=context_rank,
         context_size=context_size,
+        rotary_position_3S=None if rotary_3W is None else tensor(rotary_3W[:, packed_index_S]),
+        images=_place_images(images, inputs.packed_index_R, local_index_W, device),
+    )
+
+
+def _check_places(
+    indices: Sequence[int],
+    sequences: Sequence[np.ndarray],
+    images_R: Sequence[Sequence[PlacedImage]],
+    *,
+    has_images: bool,
+) -> None:
+    """Check that all images are placed at tokens with the same id, that of the placeholder."""
+    ids: set[int] = set()
+    for index, tokens_S, placed in zip(indices, sequences, images_R, strict=True):
+        for part in placed:
+            if not has_images:
+                raise ValueError(
+                    f"row {index}: got image {part.image.image_id}, expected none for a text "
+                    "model; probable cause: data with images in a run without a vision-language "
+                    "model"
+                )
+            found = set(tokens_S[part.start : part.stop].tolist())
+            ids |= found
+            if len(ids) != 1 or part.stop > len(tokens_S):
+                raise ValueError(
+                    f"row {index}: image {part.image.image_id} is placed at the tokens "
+                    f"{part.start}..{part.stop - 1} of {len(tokens_S)}, with the ids "
+                    f"{sorted(found)}; expected placeholders, which have the same id in all rows; "
+                    "probable cause: a start that counts the tokens of another sequence"
+                )
+
+
+def _place_images(
+    images_R: Sequence[Sequence[PlacedImage]],
+    packed_index_R: Sequence[np.ndarray],
+    local_index_W: np.ndarray,
+    device: torch.device,
+) -> MicroBatchImages | None:
+    """Return the images whose placeholders this context rank holds.
+
+    Args:
+        images_R: Images of each row.
+        packed_index_R: Index among the packed tokens of each token of each row's input.
+        local_index_W: Index among this rank's tokens of each packed token, -1 for other ranks'.
+        device: Device of the tensors.
+    """
+    first_feature: dict[str, int] = {}
+    images: list[ImageInput] = []
+    places, features = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    num_features = 0
+    for placed, packed_index in zip(images_R, packed_index_R, strict=True):
+        for part in placed:
+            local_P = local_index_W[packed_index[part.start : part.stop]]
+            held_P = np.flatnonzero(local_P >= 0)
+            if not len(held_P):
+                continue
+            first = first_feature.setdefault(part.image.image_id, num_features)
+            if first == num_features:
+                images.append(part.image)
+                num_features += part.image.num_tokens
+            places.append(local_P[held_P])
+            features.append(first + held_P)
+    if not images:
+        return None
+    # Rows that share an image name the same places.
+    place_P, first_P = np.unique(np.concatenate(places), return_index=True)
+    return MicroBatchImages(
+        images=tuple(images),
+        place_P=torch.from_numpy(place_P).to(device),
+        feature_P=torch.from_numpy(np.concatenate(features)[first_P]).to(device),
     )
 
 
@@ -179,12 +310,14 @@ def _pack_inputs(
     sequences: Sequence[np.ndarray],
     multiple: int,
     context_size: int,
+    images_R: Sequence[Sequence[PlacedImage]] | None,
 ) -> _PackedInputs:
     """Pack the inputs of rows, whose prompts and responses are `sequences`, and pad the trees."""
     length_R = rows.input_length_R[list(indices)]
     shared_R = shared_between(rows.shared_input_length_R, indices)
     tree_multiple = tree_length_multiple(context_size)
     tokens, positions, packed_index, branches = [], [], [], []
+    rotary: list[np.ndarray] = []
     start_G, num_packed = [], 0
     # Indices and runs of the packed tokens of the current row.
     path_index = np.zeros(0, dtype=np.int64)
@@ -203,6 +336,9 @@ def _pack_inputs(
         runs.append((num_packed, stop))
         tokens += [sequence[num_shared:length], np.zeros(num_padding, dtype=np.int64)]
         positions.append(np.arange(num_shared, length + num_padding))
+        if images_R is not None:
+            rotary_3L = rotary_positions(length + num_padding, images_R[number])
+            rotary.append(rotary_3L[:, num_shared:])
         path_index = np.concatenate(
             [path_index[:num_shared], np.arange(num_packed, stop - num_padding)]
         )
@@ -216,9 +352,11 @@ def _pack_inputs(
         branches.append(Branch(start=num_packed, stop=num_packed + num_missing, path=()))
         tokens.append(np.zeros(num_missing, dtype=np.int64))
         positions.append(np.arange(num_missing))
+        rotary.append(rotary_positions(num_missing, ()))
     return _PackedInputs(
         token_W=np.concatenate(tokens),
         position_W=np.concatenate(positions),
+        rotary_position_3W=None if images_R is None else np.concatenate(rotary, axis=1),
         start_G=(*start_G, num_packed + num_missing),
         branches=tuple(branches),
         packed_index_R=tuple(packed_index),

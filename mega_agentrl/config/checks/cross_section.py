@@ -19,6 +19,7 @@ from mega_agentrl.config.checks.algo import check_algo
 from mega_agentrl.config.checks.inputs import (
     check_bubblewrap,
     check_files,
+    check_images,
     check_report,
     check_reward,
 )
@@ -27,6 +28,7 @@ from mega_agentrl.config.checks.parallel import (
     check_parallel_sizes,
     check_tree_attention,
     has_experts,
+    has_images,
     read_model_config,
     read_model_size,
 )
@@ -53,6 +55,7 @@ def check_config(config: TrainConfig) -> None:
         raise ConfigError("model.path", "", "a Hugging Face folder", "the setting was left empty")
     model = read_model_config(Path(config.model.path))
     _check_reference(config, model)
+    check_images(config, model)
     check_parallel_sizes(config, model)
     check_tree_attention(config, model)
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
@@ -66,6 +69,21 @@ def check_config(config: TrainConfig) -> None:
             "an estimator without a critic (grpo and rloo need none), because the critic has the "
             "architecture of model.path, which has experts",
             "a preset of another model",
+        )
+    if config.algo.needs_critic and has_images(model):
+        raise ConfigError(
+            "algo.advantage",
+            config.algo.advantage,
+            "an estimator without a critic (grpo and rloo need none), because the critic has the "
+            "architecture of model.path, which sees images",
+            "a preset of a text model",
+        )
+    if config.model.freeze_vision and not has_images(model):
+        raise ConfigError(
+            "model.freeze_vision",
+            True,
+            "False with a text model, which has no vision tower",
+            "the settings of a vision-language model",
         )
     check_algo(config)
     check_staleness(config)

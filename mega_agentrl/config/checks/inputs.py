@@ -11,10 +11,11 @@ import os.path
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.declarations import check_keyword_function
 from mega_agentrl.config.enums import (
+    Branching,
     FilterMetric,
     SandboxIsolation,
     SearchBackend,
@@ -31,6 +32,8 @@ from mega_agentrl.config.sections.reward import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.config.sections.runtime import ReportConfig
@@ -87,6 +90,36 @@ def check_data(config: TrainConfig) -> None:
             "error or drop with rollout.use_inference_chat_template=True, which renders all "
             "messages at every turn",
             "only one of the two was changed",
+        )
+
+
+def check_images(config: TrainConfig, model: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if images are asked for that the model or the rollout cannot show.
+
+    `model` is the model's config.json.
+    """
+    has_vision_tower = "vision_config" in model
+    settings = {
+        "tool.zoom.enabled": config.tool.zoom.enabled,
+        "data.min_pixels": config.data.min_pixels,
+        "data.max_pixels": config.data.max_pixels,
+    }
+    for key, value in settings.items():
+        if value and not has_vision_tower:
+            raise ConfigError(
+                key,
+                value,
+                f"{'false' if key.startswith('tool') else 'null'} for a model of text: the "
+                "config.json of model.path has no vision_config",
+                "settings of another model",
+            )
+    if config.tool.zoom.enabled and config.rollout.branching is Branching.released:
+        raise ConfigError(
+            "tool.zoom.enabled",
+            True,
+            "false with rollout.branching=released, which cuts answers to length as ARPO's "
+            "published code does",
+            "a preset of ARPO's published code; use rollout.branching=after_result",
         )
 
 

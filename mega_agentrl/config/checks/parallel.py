@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Dtype, TreeAttention
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.input_files import read_json
+from mega_agentrl.config.input_files import decoder_settings, read_json
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -25,6 +25,8 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3VLForConditionalGeneration",
 )
 TRITON_HEAD_DIMS = (64, 128)
 """Widths of a head that the kernels of `model.tree_attention=triton` are tested with."""
@@ -33,7 +35,10 @@ _OTHER_MODEL = "a size chosen for another model"
 
 
 def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
-    """Read `config.json` of a supported Hugging Face checkpoint folder."""
+    """Read `config.json` of a supported Hugging Face checkpoint folder.
+
+    The keys of the decoder of a vision-language model are at the top.
+    """
     path = folder / "config.json"
     if not os.path.isfile(path):
         raise ConfigError(
@@ -52,7 +57,7 @@ def read_model_config(folder: Path, key: str = "model.path") -> dict[str, Any]:
             f"a model with one of the architectures {', '.join(SUPPORTED_ARCHITECTURES)}",
             f"another model family, architectures={got}",
         )
-    return model
+    return decoder_settings(model)
 
 
 def read_model_size(config: TrainConfig, model: dict[str, Any], name: str) -> int:
@@ -71,6 +76,11 @@ def read_model_size(config: TrainConfig, model: dict[str, Any], name: str) -> in
 def has_experts(model: dict[str, Any]) -> bool:
     """Whether `config.json` describes a mixture of experts."""
     return any("Moe" in name for name in model["architectures"])
+
+
+def has_images(model: dict[str, Any]) -> bool:
+    """Whether `config.json` describes a vision-language model."""
+    return bool(model.get("vision_config"))
 
 
 def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
@@ -104,6 +114,7 @@ def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
         else "parallel.pipeline * parallel.virtual_pipeline"
     )
     _check_divides(key, stages, "layers", layers)
+    _check_deepstack_layers(key, stages, layers, model)
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             "parallel.virtual_pipeline",
@@ -151,6 +162,20 @@ def _head_dim(config: TrainConfig, model: dict[str, Any]) -> int:
         return _QWEN3_HEAD_DIM
     heads = read_model_size(config, model, "num_attention_heads")
     return read_model_size(config, model, "hidden_size") // heads
+
+
+def _check_deepstack_layers(key: str, stages: int, layers: int, model: dict[str, Any]) -> None:
+    """Check that the first stage has all layers after which features of images are added."""
+    vision = model.get("vision_config") or {}
+    num_features = len(vision.get("deepstack_visual_indexes") or ())
+    if stages > 1 and layers // stages < num_features:
+        raise ConfigError(
+            key,
+            stages,
+            f"at most {layers // num_features} stages of the model's {layers} layers, so that the "
+            f"first has the {num_features} layers after which features of images are added",
+            "a layout of a text model",
+        )
 
 
 def _check_expert_parallel(config: TrainConfig, model: dict[str, Any]) -> None:

@@ -25,6 +25,10 @@ class ModelConfig(Section, key="model"):
     tree_attention: TreeAttention = TreeAttention.gather
     """Kernel of the attention in micro-batches whose trees have forks (`batch.trees`); also of the
     critic and a reward model."""
+    freeze_vision: bool = False
+    """Leave the vision tower of a vision-language model as it is: it has no gradients and no
+    optimizer state, and its activations are not kept. By default it is trained with the rest, as by
+    verl's recipes."""
 
 
 @dataclass

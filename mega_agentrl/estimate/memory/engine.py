@@ -12,6 +12,10 @@ With `cluster.colocated` the policy keeps some memory allocated while the engine
 engine keeps some while it sleeps (`sleeping_bytes`).
 
     KV bytes per token   2 * layers * key heads of the rank * head width * bytes of an element
+
+An engine of a vision-language model also caches the features of as many image tokens as a step may
+have. vLLM reserves them, and profiles the tower with as many patches; the larger of its pass and
+the decoder's counts. A request's patches, which stay on the host, are not counted.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ class EngineMemory:
     """Bytes of the logits of all requests, the sampler's copies included."""
     runtime: int
     """Bytes of the CUDA context and libraries."""
+    encoder_cache: int
+    """Bytes of the cached features of images; 0 for a text model."""
     kv_cache: int
     """Bytes of the KV cache; negative if the rest of vLLM's share does not fit."""
     entropy_tap: int
@@ -103,7 +109,9 @@ def estimate_engine_memory(
     """Return the memory of an engine rank; all ranks need the same."""
     engine, item_bytes = config.engine, device.item_bytes(config.model.dtype)
     weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item_bytes
-    activations = _num_activation_elements(config, shape) * item_bytes
+    activations = item_bytes * max(
+        _num_activation_elements(config, shape), _num_tower_activation_elements(config, shape)
+    )
     num_logits = engine.max_num_seqs * shape.vocab_size
     logits = num_logits * 3 * _FLOAT_BYTES
     if config.rollout.top_p < 1 or config.rollout.top_k > 0:
@@ -114,7 +122,8 @@ def estimate_engine_memory(
         # Models on CPUs are small: a bucket holds no more than the rank receives.
         bucket = min(bucket, weights)
         runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
-    used_bytes = weights + activations + logits + runtime
+    encoder_cache = _num_cached_feature_elements(config, shape) * item_bytes
+    used_bytes = weights + activations + logits + encoder_cache + runtime
     if device.memory_gib is None:
         share = float(engine.cpu_kv_cache_gib * GIB + used_bytes)
     else:
@@ -128,6 +137,7 @@ def estimate_engine_memory(
         activations=activations,
         logits=logits,
         runtime=runtime,
+        encoder_cache=encoder_cache,
         kv_cache=round(share) - used_bytes,
         entropy_tap=3 * num_logits * _FLOAT_BYTES,
         transfer=buckets + open_modules,
@@ -153,7 +163,7 @@ def num_engine_rank_parameters(shape: ModelShape, tensor_size: int) -> int:
 
 
 def _num_layer_elements(sample: ModelShape, tensor_size: int, layer: int) -> int:
-    prefix = f"model.layers.{layer}."
+    prefix = f"{sample.family.hf_decoder_prefix}layers.{layer}."
     shards = engine_shard_layouts(sample, 0, tensor_size)
     return num_elements([shard for shard in shards if shard.name.startswith(prefix)])
 
@@ -176,8 +186,7 @@ def _num_activation_elements(config: TrainConfig, shape: ModelShape) -> int:
 
     They are the residual, two hidden states and the inner products of attention, MLP or experts.
     """
-    tensor = config.engine.tensor_parallel_size
-    tokens = max(MIN_BATCHED_TOKENS, config.engine.max_model_len)
+    tensor, tokens = config.engine.tensor_parallel_size, _num_step_tokens(config)
     inner = 3 * shape.ffn_hidden_size // tensor
     if shape.moe is not None:
         num_copies = shape.moe.top_k
@@ -186,3 +195,29 @@ def _num_activation_elements(config: TrainConfig, shape: ModelShape) -> int:
     kv_heads = max(1, shape.num_kv_heads // tensor)
     attention = 2 * (shape.num_heads // tensor + kv_heads) * shape.head_dim
     return tokens * (3 * shape.hidden_size + max(inner, attention))
+
+
+def _num_tower_activation_elements(config: TrainConfig, shape: ModelShape) -> int:
+    """Return the elements of the tower's largest pass, as in the decoder, with its patches.
+
+    vLLM splits the inner products among the tensor ranks.
+    """
+    vision, tensor = shape.vision, config.engine.tensor_parallel_size
+    if vision is None:
+        return 0
+    num_patches = _num_step_tokens(config) * vision.merge_size**2
+    inner = max(3 * vision.ffn_hidden_size, 4 * vision.hidden_size) // tensor
+    return num_patches * (vision.patch_dim + 3 * vision.hidden_size + inner)
+
+
+def _num_cached_feature_elements(config: TrainConfig, shape: ModelShape) -> int:
+    """Return the elements of the features that vLLM caches, those for DeepStack included."""
+    if shape.vision is None:
+        return 0
+    width = shape.vision.out_hidden_size * (1 + len(shape.vision.deepstack_blocks))
+    return _num_step_tokens(config) * width
+
+
+def _num_step_tokens(config: TrainConfig) -> int:
+    """Return the maximum number of tokens per forward pass, or of image tokens in the cache."""
+    return max(MIN_BATCHED_TOKENS, config.engine.max_model_len)

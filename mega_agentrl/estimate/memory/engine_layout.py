@@ -8,6 +8,7 @@ a login node has no vLLM. The weights of the supported model families are split 
     o, down        by columns; biases are replicated
     gate, up       by rows, also for every expert
     norms, router  replicated
+    vision tower   as in the decoder; q, k and v are one tensor, of which a rank has rows of each
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.model_mapping import (
-    HF_EMBEDDING,
-    HF_FINAL_NORM,
     HF_LM_HEAD,
     HF_SCORE_HEAD,
+    hf_embedding,
+    hf_final_norm,
 )
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 from mega_agentrl.reshard.mapping.partition import RowRange, replicate, slice_columns, stack_rows
+from mega_agentrl.reshard.mapping.vision_shape import vision_tensor_shapes
 
 if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _VOCAB_MULTIPLE = 64
+_VISION_ROW_LAYERS = (".qkv", ".gate_proj", ".up_proj", ".linear_fc1", "merger.mlp.0")
+"""Ends of the names of tower layers that are split along their output."""
+_VISION_COLUMN_LAYERS = ("attn.proj", ".down_proj", ".linear_fc2", "merger.mlp.2")
+"""Ends of the names of tower layers that are split along their input."""
 
 
 def engine_shard_layouts(shape: ModelShape, rank: int, size: int) -> list[ShardLayout]:
@@ -37,24 +43,44 @@ def engine_shard_layouts(shape: ModelShape, rank: int, size: int) -> list[ShardL
 
     Names are those of the checkpoint; tensors that vLLM stacks into one parameter stay separate.
     """
-    shards = [_vocab_shard(HF_EMBEDDING, shape, rank, size)]
+    shards = [_vocab_shard(hf_embedding(shape), shape, rank, size)]
     for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = f"{shape.family.hf_decoder_prefix}layers.{layer}."
         shards += _attention_shards(shape, f"{prefix}self_attn.", rank, size)
         shards += _mlp_shards(shape, f"{prefix}mlp.", rank, size, sparse=shape.is_moe_layer(layer))
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             shards.append(_replicated_shard(prefix + norm, (shape.hidden_size,)))
-    shards.append(_replicated_shard(HF_FINAL_NORM, (shape.hidden_size,)))
+    shards.append(_replicated_shard(hf_final_norm(shape), (shape.hidden_size,)))
     if shape.head is HeadKind.scalar:
         shards.append(_replicated_shard(HF_SCORE_HEAD, (1, shape.hidden_size)))
     elif not shape.tie_word_embeddings:
         shards.append(_vocab_shard(HF_LM_HEAD, shape, rank, size))
+    if shape.vision is not None:
+        hf_prefix = shape.family.hf_vision_prefix
+        shards += [
+            _vision_shard(f"{hf_prefix}{name}", full, rank, size)
+            for name, full in vision_tensor_shapes(shape.vision).items()
+        ]
     return shards
 
 
 def num_elements(shards: list[ShardLayout]) -> int:
     """Return the number of elements of all shards, padding included."""
     return sum(prod(shard.shape) for shard in shards)
+
+
+def _vision_shard(name: str, full: tuple[int, ...], rank: int, size: int) -> ShardLayout:
+    layer = name.rpartition(".")[0]
+    if layer.endswith(_VISION_ROW_LAYERS):
+        parts = 3 if layer.endswith("qkv") else 1
+        rows = full[0] // parts
+        ranges = [
+            RowRange(name, part * rows + rank * rows // size, rows // size) for part in range(parts)
+        ]
+        return stack_rows(name, ranges, full[1:])
+    if layer.endswith(_VISION_COLUMN_LAYERS) and name.endswith(".weight"):
+        return slice_columns(name, name, (full[0], full[1]), rank=rank, size=size)
+    return _replicated_shard(name, full)
 
 
 def _replicated_shard(name: str, full: tuple[int, ...]) -> ShardLayout:

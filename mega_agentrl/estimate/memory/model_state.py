@@ -15,7 +15,8 @@ expert parameters, both in reverse parameter order. With the distributed optimiz
 gradients are in such buffers: every parameter starts at a multiple of 64 elements; every bucket
 ends at a multiple of lcm(replicas, 128); a shared embedding has its own bucket; replica r of n
 updates the r-th of n equal parts of each bucket. Without the distributed optimizer there is no
-padding, weights are separate tensors, and every replica updates all parameters.
+padding, weights are separate tensors, and every replica updates all parameters. A frozen vision
+tower is in no buffer.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.mapping.model_mapping import (
-    HF_EMBEDDING,
+    hf_embedding,
     hf_shapes,
     is_expert_param,
+    is_vision_param,
     megatron_layout,
 )
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
@@ -62,6 +64,8 @@ class RankParameter:
     is_shared_embedding: bool
     """Whether the parameter is one of the two copies of a tied embedding, which are on the first
     and on the last pipeline stage."""
+    is_vision: bool = False
+    """Whether the parameter belongs to the vision tower."""
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -106,7 +110,8 @@ def _parameters_at(shape: ModelShape, rank: ModelParallelRank) -> tuple[RankPara
             numel=prod(shard.shape),
             is_expert=is_expert_param(shard.name),
             is_shared_embedding=has_two_embeddings
-            and any(block.hf_name == HF_EMBEDDING for block in shard.blocks),
+            and any(block.hf_name == hf_embedding(shape) for block in shard.blocks),
+            is_vision=is_vision_param(shard.name),
         )
         for shard in megatron_layout(shape, rank)
     )
@@ -231,6 +236,7 @@ def estimate_model_state(
     stage: int,
     *,
     item_bytes: int = 2,
+    freeze_vision: bool = False,
     replica: int | None = None,
     expert_replica: int | None = None,
 ) -> ModelState:
@@ -241,6 +247,7 @@ def estimate_model_state(
         layout: The parallel sizes.
         stage: The pipeline stage.
         item_bytes: Bytes of a weight in training, 2 or 4.
+        freeze_vision: Whether the vision tower has weights only, outside the flat buffers.
         replica: Index among the ranks with the same dense weights; None for the largest state.
         expert_replica: Index among the ranks with the same experts; None for the largest state.
 
@@ -248,7 +255,9 @@ def estimate_model_state(
         ValueError: The parallel sizes do not divide the model.
     """
     parameters = rank_parameters(shape, layout, stage)
-    buffers = flat_buffers(parameters, layout)
+    frozen = [parameter for parameter in parameters if freeze_vision and parameter.is_vision]
+    trained = [parameter for parameter in parameters if not (freeze_vision and parameter.is_vision)]
+    buffers = flat_buffers(trained, layout)
     numel = sum(buffer.numel for buffer in buffers)
     num_updated = sum(
         _num_updated_elements(buffers, expert=expert, replica=index)
@@ -258,7 +267,7 @@ def estimate_model_state(
     return ModelState(
         num_parameters=sum(parameter.numel for parameter in parameters),
         largest_parameter=max(parameter.numel for parameter in parameters) * item_bytes,
-        weights=numel * item_bytes,
+        weights=(numel + sum(parameter.numel for parameter in frozen)) * item_bytes,
         gradients=numel * _FLOAT32_BYTES,
         optimizer=num_updated * num_copies * _FLOAT32_BYTES,
     )

@@ -36,6 +36,7 @@ from mega_agentrl.estimate.memory.activations import (
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.micro_batches import bound_micro_batches, max_row_tokens
 from mega_agentrl.estimate.memory.model_state import estimate_model_state
+from mega_agentrl.estimate.memory.vision import max_image_tokens, vision_activation_bytes
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -85,12 +86,15 @@ class PolicyMemory:
     """Bytes of a sleeping engine on the same GPU."""
     colocated_transfer_peak: int = 0
     """Bytes while both policy and engine weights are on a shared GPU; 0 on separate GPUs."""
+    vision_activations: int = 0
+    """Bytes that the vision tower keeps for the backward pass, and its features; 0 except on the
+    first stage of a vision-language model."""
 
     @property
     def training_pass(self) -> int:
         """Peak bytes of the forward and backward passes, without the permanent part."""
         workspace = max(self.head_workspace, self.layer_workspace, self.path_attention)
-        return self.activations + self.row_tensors + workspace
+        return self.activations + self.vision_activations + self.row_tensors + workspace
 
     @property
     def peak(self) -> int:
@@ -153,13 +157,24 @@ def _estimate_stage_memory(
         max_path_tokens=max_row_tokens(config) if bounds.num_keys else 0,
     )
     is_last_stage = stage == layout.pipeline - 1
-    state = estimate_model_state(shape, layout, stage, item_bytes=kernels.item_bytes)
+    frozen = config.model.freeze_vision
+    state = estimate_model_state(
+        shape, layout, stage, item_bytes=kernels.item_bytes, freeze_vision=frozen
+    )
     activations = stage_activation_bytes(
         shape, layout, stage, tokens, kernels,
         num_micro_batches=bounds.num_micro_batches, imbalance=imbalance,
     )  # fmt: skip
     num_passes = sum(num_in_flight_passes(layout, stage, bounds.num_micro_batches))
     activations += num_passes * attention_plan_bytes(tokens, bounds.num_keys, kernels)
+    vision_activations = 0
+    if shape.vision is not None and stage == 0:
+        # The tower is in the first chunk of the first stage.
+        passes = num_in_flight_passes(layout, stage, bounds.num_micro_batches)[0]
+        vision_activations = passes * vision_activation_bytes(
+            shape.vision, max_image_tokens(config, tokens), kernels.item_bytes,
+            recompute=layout.recompute, frozen=frozen,
+        )  # fmt: skip
     recomputed = recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)
     layer_workspace = recomputed + layer_backward_workspace_bytes(
         shape, layout, tokens, kernels, imbalance=imbalance
@@ -205,6 +220,7 @@ def _estimate_stage_memory(
         pinned_host=pinned_host,
         sleeping_engine=sleeping_engine,
         colocated_transfer_peak=transfer_peak,
+        vision_activations=vision_activations if trains else 0,
     )
 
 

@@ -19,7 +19,7 @@ from mega_agentrl.actor.checkpoint.sharded_state import (
     state_key,
 )
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates, partition_ranks
-from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, is_expert_param, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -77,7 +77,7 @@ def fake_model(shape, layout, rank):
         dtype=torch.float32,
         is_trainable=True,
         optimizer=SimpleNamespace(state_shards=state_shards),
-        config=SimpleNamespace(parallel=layout),
+        config=SimpleNamespace(parallel=layout, model=ModelConfig()),
         groups=SimpleNamespace(
             pg_collection=SimpleNamespace(tp=tensor, dp_cp=dense, expt_dp=expert)
         ),
@@ -142,6 +142,16 @@ def test_a_range_is_the_rest_of_a_row_whole_rows_and_the_beginning_of_one():
     assert rects == [Rect((0, 2), (1, 4)), Rect((1, 0), (2, 4)), Rect((2, 0), (3, 3))]
     assert list(rects_of_flat_range((7,), 2, 5)) == [Rect((2,), (5,))]
     assert list(rects_of_flat_range((7,), 3, 3)) == []
+
+
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=5), ends=st.data())
+def test_the_rects_of_a_range_hold_its_elements_in_order(shape, ends):
+    flat = torch.arange(torch.Size(shape).numel())
+    start = ends.draw(st.integers(0, len(flat)))
+    stop = ends.draw(st.integers(start, len(flat)))
+    rects = list(rects_of_flat_range(tuple(shape), start, stop))
+    parts = [flat.view(shape)[rect.slices].flatten() for rect in rects]
+    assert torch.equal(torch.cat([flat[:0], *parts]), flat[start:stop])
 
 
 @given(cuts=st.lists(st.integers(0, 48), max_size=3))

@@ -16,6 +16,7 @@ from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
+from mega_agentrl.vision.processor import ImageProcessor
 from tests.rank_shards import pack_rows
 
 
@@ -37,7 +38,10 @@ def differentiate(rank_info, folder, layout, batch):
     groups = process_groups.init_process_groups(layout, **rank_info)
     coordinates = groups.coordinates
     shape = ModelShape.from_folder(folder)
-    chunks = gpt_model.build_model_chunks(shape, groups, layout, torch.float32)
+    processor = ImageProcessor(folder) if shape.vision else None
+    chunks = gpt_model.build_model_chunks(
+        shape, groups, layout, torch.float32, image_processor=processor
+    )
     shards = megatron_layout(shape, coordinates.model_parallel_rank)
     gpt_model.check_parameter_shapes(chunks, shards)
     parameters = {
@@ -55,7 +59,9 @@ def differentiate(rank_info, folder, layout, batch):
         chunk.zero_grad_buffer()
     objective = partial(weighted_sum, batch.advantage_BT * batch.mask_BT)
     shares = PipelineSchedule(wrapped, groups).forward_backward(
-        micro_batches(batch, layout, coordinates), head, objective
+        micro_batches(batch, layout, coordinates, has_images=shape.vision is not None),
+        head,
+        objective,
     )
     gpt_model.release_moe_routing_graph(chunks)
     return Differentiated(
@@ -86,7 +92,7 @@ def query_key_value(rank_info, folder, layout):
         return chunk.decoder.layers[0].self_attention.get_query_key_value_tensors(hidden_S1D)
 
 
-def micro_batches(batch, layout, coordinates):
+def micro_batches(batch, layout, coordinates, *, has_images=False):
     """Return two micro-batches of the data rank's rows, the first with a single row."""
     rows = list(range(batch.num_rows))[coordinates.data_rank :: coordinates.data_size]
     return [
@@ -98,6 +104,7 @@ def micro_batches(batch, layout, coordinates):
             multiple=layout.tensor if layout.sequence_parallel else 1,
             context_rank=coordinates.context_rank,
             context_size=coordinates.context_size,
+            has_images=has_images,
         )
         for part in (rows[:1], rows[1:])
     ]

@@ -6,14 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer.attention import _yarn_get_concentration_factor_from_config
 from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.models.qwen3_vl import modeling_qwen3_vl
 
 from mega_agentrl.actor.model.rotary_embedding import (
+    PackedMultimodalRotaryEmbedding,
     PackedRotaryEmbedding,
+    compute_frequency_axes,
     compute_inv_freq,
     set_attention_factor,
 )
@@ -94,6 +99,53 @@ def test_megatron_rotates_queries_as_transformers_does(name):
     cos, sin = LlamaRotaryEmbedding(config)(head_first, position_S[None])
     expected, _ = modeling_llama.apply_rotary_pos_emb(head_first, head_first, cos, sin)
     torch.testing.assert_close(got, expected.permute(2, 0, 1, 3), rtol=1e-6, atol=1e-6)
+
+
+def mrope(interleaved):
+    return RopeConfig(theta=100.0, mrope_section=(2, 3, 3), mrope_interleaved=interleaved)
+
+
+def test_frequencies_turn_by_the_axis_of_their_section():
+    assert compute_frequency_axes(mrope(False)).tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    # Height and width take every third frequency as far as their sections go, time the others.
+    assert compute_frequency_axes(mrope(True)).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    published = RopeConfig(theta=100.0, mrope_section=(24, 20, 20), mrope_interleaved=True)
+    axes = compute_frequency_axes(published)
+    assert axes[:6].tolist() == [0, 1, 2, 0, 1, 2]
+    assert axes[60:].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_three_equal_positions_are_those_of_a_text_model(interleaved):
+    position_S = torch.tensor([0, 1, 2, 7])
+    multimodal = PackedMultimodalRotaryEmbedding(16, mrope(interleaved))
+    plain = PackedRotaryEmbedding(16, RopeConfig(theta=100.0))
+    assert torch.equal(multimodal(position_S.expand(3, -1)), plain(position_S))
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary"),
+    [
+        ("Qwen2_5_VLTextConfig", modeling_qwen2_5_vl.Qwen2_5_VLRotaryEmbedding),
+        ("Qwen3VLTextConfig", modeling_qwen3_vl.Qwen3VLTextRotaryEmbedding),
+    ],
+    ids=["qwen2_5_vl", "qwen3_vl"],
+)
+@pytest.mark.parametrize("section", [(2, 3, 3), (4, 2, 2)], ids=["2 3 3", "4 2 2"])
+def test_angles_along_three_axes_are_those_of_transformers(config, rotary, section):
+    is_qwen3 = config.startswith("Qwen3")
+    rope = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": list(section)}
+    if is_qwen3:
+        rope["mrope_interleaved"] = True
+    settings = getattr(transformers, config)(
+        hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=rope
+    )
+    position_3S = torch.randint(0, 50, (3, 9), generator=torch.Generator().manual_seed(1))
+    cos, sin = rotary(settings)(torch.zeros(1), position_3S[:, None])
+    own = RopeConfig(theta=100.0, mrope_section=section, mrope_interleaved=is_qwen3)
+    angle = PackedMultimodalRotaryEmbedding(16, own)(position_3S).squeeze()
+    torch.testing.assert_close(angle.cos(), cos[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(angle.sin(), sin[0], rtol=0, atol=1e-6)
 
 
 def test_megatron_receives_the_positions_as_the_sequence_length():

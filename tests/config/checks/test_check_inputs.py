@@ -5,8 +5,14 @@ import sys
 import pytest
 
 from mega_agentrl.config.checks import inputs
-from mega_agentrl.config.checks.inputs import check_data, check_report, check_reward, check_run_dir
-from mega_agentrl.config.enums import FilterMetric, TrackerName, Truncation
+from mega_agentrl.config.checks.inputs import (
+    check_data,
+    check_images,
+    check_report,
+    check_reward,
+    check_run_dir,
+)
+from mega_agentrl.config.enums import Branching, FilterMetric, TrackerName, Truncation
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
@@ -51,6 +57,27 @@ def test_a_cut_prompt_cannot_be_rendered_again(config, truncation):
         check_data(config)
     else:
         assert refused_setting(check_data, config) == ("data.truncation", truncation)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("zoom", "enabled", True), ("data", "min_pixels", 784), ("data", "max_pixels", 784)],
+    ids=["zoom", "min_pixels", "max_pixels"],
+)
+def test_only_a_model_with_a_vision_tower_has_images(section, name, value):
+    config = TrainConfig()
+    setattr(config.data if section == "data" else config.tool.zoom, name, value)
+    check_images(config, {"vision_config": {}})
+    key = f"{'data' if section == 'data' else 'tool.zoom'}.{name}"
+    assert refused_setting(check_images, config, {}) == (key, value)
+
+
+def test_the_released_rollout_shows_no_images_of_tools():
+    config = TrainConfig(rollout=RolloutConfig(branching=Branching.released))
+    check_images(config, {"vision_config": {}})
+    config.tool.zoom.enabled = True
+    error = refused(check_images, config, {"vision_config": {}})
+    assert error.key == "tool.zoom.enabled"
 
 
 def reward_settings(filter_metric=FilterMetric.none, **reward):

@@ -156,6 +156,35 @@ def test_a_damaged_model_config_fails(config, tmp_path):
     assert "num_hidden_layers" in refused(check_config, config).expected
 
 
+VISION = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "text_config": {key: value for key, value in MODEL.items() if key != "architectures"},
+    "vision_config": {"deepstack_visual_indexes": [0, 1]},
+} | dict.fromkeys(set(MODEL) - {"architectures"})
+
+
+def test_the_first_stage_of_a_vision_model_has_all_layers_with_features(config, tmp_path):
+    write_model(tmp_path, **VISION)
+    check_config(config)
+    config.parallel.pipeline = 2
+    error = refused(check_config, config)
+    assert (error.key, error.got) == ("parallel.pipeline", 2)
+    assert "at most 1 stages" in error.expected
+
+
+def test_a_critic_that_sees_images_fails(config, tmp_path):
+    write_model(tmp_path, **VISION)
+    config.algo.advantage = "gae"
+    assert refused(check_config, config).key == "algo.advantage"
+
+
+def test_a_text_model_has_no_tower_to_freeze(config, tmp_path):
+    config.model.freeze_vision = True
+    assert refused(check_config, config).key == "model.freeze_vision"
+    write_model(tmp_path, **VISION)
+    check_config(config)
+
+
 def test_supported_architectures_agree_with_the_model_mapping():
     assert SUPPORTED_ARCHITECTURES == model_shape.SUPPORTED_ARCHITECTURES
 

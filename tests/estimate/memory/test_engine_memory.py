@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mega_agentrl.estimate.device import GIB, DeviceSpec
@@ -12,6 +14,7 @@ from mega_agentrl.estimate.memory.engine import (
 )
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.planner.traffic import max_open_bytes
 from mega_agentrl.reshard.topology import RankLocation
@@ -19,6 +22,7 @@ from tests.estimate.configs import configured
 from tests.estimate.shapes import released
 from tests.reshard.model_cuts import trainer_layouts_of
 from tests.reshard.rollout_cuts import engine_layouts
+from tests.vision_models import VISION_FAMILIES, make_vision_model
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -71,6 +75,24 @@ def test_sorting_for_top_p_costs_and_graphs_lie_beside_the_share():
     sorted_ = estimate_engine_memory(config, shape, DeviceSpec())
     assert sorted_.logits - plain.logits == 256 * shape.vocab_size * 12
     assert sorted_.outside_vllm_bytes - plain.outside_vllm_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    ("family", "num_features"), [("qwen2_5_vl", 1), ("qwen3_vl", 2)], ids=VISION_FAMILIES
+)
+def test_features_of_images_take_from_the_cache(family, num_features, tmp_path):
+    config = configured()
+    config.engine.max_model_len = 10_000
+    shape = ModelShape.from_folder(make_vision_model(family, tmp_path))
+    with_images = estimate_engine_memory(config, shape, DeviceSpec())
+    text = estimate_engine_memory(config, replace(shape, vision=None), DeviceSpec())
+    # Tokens of a step, width of a feature, one more for each DeepStack block, bf16.
+    assert with_images.encoder_cache == 10_000 * shape.hidden_size * num_features * 2
+    # Patches, their values, three hidden states and three inner products of the tower.
+    tower = 40_000 * (3 * 2 * 14 * 14 + 3 * 16 + 3 * 24) * 2
+    assert (with_images.activations, text.encoder_cache) == (tower, 0)
+    taken = with_images.weights - text.weights + tower - text.activations
+    assert text.kv_cache - with_images.kv_cache == taken + with_images.encoder_cache
 
 
 def test_on_a_cpu_the_cache_has_its_own_size():
