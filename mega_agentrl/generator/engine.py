@@ -13,11 +13,11 @@ update succeeds. `pause` waits for the end of running requests, or holds them:
 
 * After waiting, every request is computed with one weight version, `Generation.version`.
 * A held request (`weight_sync.in_flight`) goes on after its last token. vLLM drops its KV cache
-  with the prefix cache and computes it again from all tokens of the request, so that no request
-  uses keys or values of older weights. vLLM labels each output of its core with the version that
-  computed it: `Generation.versions` has the version of every token. The request goes on as soon as
-  digests are verified, but its result is not returned before `resume`. If the update fails or is
-  refused, the request fails, too.
+  with the prefix cache and computes it again from all tokens and images of the request, so that no
+  request uses keys, values or image features of older weights. vLLM labels each output of its core
+  with the version that computed it: `Generation.versions` has the version of every token. The
+  request goes on as soon as digests are verified, but its result is not returned before `resume`.
+  If the update fails or is refused, the request fails, too.
 
 On GPUs shared with the trainer the engine may `sleep` in any state. It is woken for an update:
 "weights" before `receive_weights`, "cache" after `verify_weights`.
@@ -44,6 +44,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.generator.engine_args import engine_args
+from mega_agentrl.generator.image_prompts import ImagePrompts, check_images
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
@@ -165,6 +166,7 @@ class Engine:
         """
         self._config = config
         self._request_deadline_s = deadline_s
+        self._image_prompts = ImagePrompts(model_path)
         args = engine_args(
             config,
             model_path,
@@ -173,6 +175,7 @@ class Engine:
             load_weights=load_weights,
             deterministic=deterministic,
             colocated=colocated,
+            pixels_per_token=self._image_prompts.pixels_per_token,
         )
         try:
             self._llm = AsyncLLM.from_engine_args(args)
@@ -208,6 +211,7 @@ class Engine:
 
     async def generate(self, request: GenerateRequest) -> Generation:  # noqa: D102
         check_request(request, self._config.max_model_len)
+        check_images(request, self._image_prompts.tokens)
         if request.request_id in self._key_of:
             raise ValueError(
                 f"request_id={request.request_id}: a request with this id is already running"
@@ -244,8 +248,9 @@ class Engine:
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
         stop_ids, stop_strings = self._stop_table.split_stop_strings(request.stop)
-        params = sampling_params(request, stop_ids, stop_strings)
-        prompt = {"type": "token", "prompt_token_ids": list(request.token_ids)}
+        banned_ids = self._image_prompts.banned_ids
+        params = sampling_params(request, stop_ids, stop_strings, banned_ids)
+        prompt = await self._image_prompts.render(request)
         last = None
         async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
             async for result in outputs:
@@ -272,7 +277,7 @@ class Engine:
         return self._refusal_reason is None
 
     async def pause(self, hold: bool = False) -> None:
-        """Hold new requests back, and drop the prefix cache.
+        """Hold new requests back, and drop the caches of prefixes and of images' features.
 
         Args:
             hold: Hold running requests, too, until `resume`; else wait for their end.

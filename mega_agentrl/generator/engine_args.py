@@ -32,6 +32,7 @@ def engine_args(
     load_weights: bool = False,
     deterministic: bool = False,
     colocated: bool = False,
+    pixels_per_token: int | None = None,
 ) -> AsyncEngineArgs:
     """Return vLLM's arguments.
 
@@ -45,6 +46,7 @@ def engine_args(
             and the weights have random values.
         deterministic: Batch no requests together, and do not cache prefixes.
         colocated: Enable vLLM's sleep mode on a GPU (see `sleep_mode`).
+        pixels_per_token: Pixels of an image for each of its tokens; None for a text model.
     """
     on_gpu = torch.cuda.is_available()
     # A prompt that is split between two steps samples one token too many, and vLLM rewinds the
@@ -59,6 +61,8 @@ def engine_args(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": colocated,
         }
+    if pixels_per_token is not None:
+        options |= _image_options(config.max_model_len * pixels_per_token, on_gpu=on_gpu)
     return AsyncEngineArgs(
         model=model_path,
         load_format="auto" if load_weights else "dummy",
@@ -78,3 +82,22 @@ def engine_args(
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
         **options,
     )
+
+
+def _image_options(max_pixels: int, *, on_gpu: bool) -> dict[str, Any]:
+    """Return the arguments for a vision-language model, which gets patches from `image_prompts`.
+
+    Args:
+        max_pixels: Pixels of an image that takes a whole prompt. vLLM reserves memory for the
+            largest image of the model if that is larger than a step.
+        on_gpu: Whether the engine runs on a GPU.
+    """
+    return {
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_kwargs": {"max_pixels": max_pixels},
+        "mm_processor_cache_gb": 0,
+        "mm_device_do_normalize": False,
+        # vLLM runs the tower on as many patches as a step may have, to find out what memory is left
+        # for the KV cache. On a CPU that size is a setting.
+        "skip_mm_profiling": not on_gpu,
+    }

@@ -1,8 +1,8 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
-It registers the weight-transfer engine, and kills the process when the process that hosts the
-engine ends. Otherwise vLLM's engine core would not notice that its host was killed, and would hold
-its memory or GPU forever.
+It registers the weight-transfer engine, replaces processors that need torchvision where that is
+missing, and kills the process when the process that hosts the engine ends. Otherwise vLLM's engine
+core would not notice that its host was killed, and would hold its memory or GPU forever.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ def register() -> None:
     """Register the plugin; may be called more than once per process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    from mega_agentrl.generator.processors_without_torchvision import replace_torchvision_processors
+
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
     WeightTransferEngineFactory.register_engine(
@@ -28,6 +30,7 @@ def register() -> None:
         "mega_agentrl.generator.weights.transfer_engine",
         "ReshardTransferEngine",
     )
+    replace_torchvision_processors()
     host_pid = os.environ.get(HOST_PID_VARIABLE)
     if host_pid is not None and int(host_pid) != os.getpid():
         die_with_process(int(host_pid))

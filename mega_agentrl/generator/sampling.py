@@ -8,6 +8,7 @@ strings stay in the output.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,21 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
 
 
 def sampling_params(
-    request: GenerateRequest, stop_ids: dict[int, str], stop_strings: list[str]
+    request: GenerateRequest,
+    stop_ids: dict[int, str],
+    stop_strings: list[str],
+    banned_ids: tuple[int, ...] = (),
 ) -> SamplingParams:
-    """Return vLLM's parameters, with log-probs in any case, because the entropy tap needs them."""
+    """Return vLLM's parameters, with log-probs in any case, because the entropy tap needs them.
+
+    Args:
+        request: The request.
+        stop_ids: Stop strings that are one token, by id.
+        stop_strings: All other stop strings.
+        banned_ids: Tokens that are never sampled. vLLM adds minus infinity to their logits after
+            log-probs and entropies have been measured, so that these are of all tokens, like those
+            of a request with top-k or top-p.
+    """
     return SamplingParams(
         max_tokens=request.max_tokens,
         temperature=request.temperature,
@@ -71,6 +84,7 @@ def sampling_params(
         include_stop_str_in_output=True,
         detokenize=bool(stop_strings),
         logprobs=request.num_top_logps,
+        logit_bias=dict.fromkeys(banned_ids, -math.inf) or None,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,

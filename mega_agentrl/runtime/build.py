@@ -130,6 +130,7 @@ def build(
             startup_s=progress.elapsed_s,
             run_coroutine=runner.run,
             interactions=inputs.interactions,
+            images=inputs.images,
             cot_marker_ids=inputs.cot_markers,
             trigger_ids=inputs.trigger_ids,
             monitors=Monitors(

@@ -15,10 +15,11 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.config.enums import Branching, CotBlocks
+from mega_agentrl.config.enums import Branching, CallProtocol, CotBlocks
 from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.cot_markers import cot_marker_ids
+from mega_agentrl.data.prompt_images import PromptImageReader, image_limits
 from mega_agentrl.data.rl_dataset import (
     PromptDataset,
     UnencodedPrompt,
@@ -34,18 +35,21 @@ from mega_agentrl.data.sft_dataset import (
 )
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.rollout.interaction.session import (
     InteractionRegistry,
     load_interaction_registry,
 )
 from mega_agentrl.runtime.cluster import check_local_size
 from mega_agentrl.tool.toolkit import build_toolkit, built_in_tools, load_tools
+from mega_agentrl.vision.processor import ImageProcessor, has_vision_tower
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.toolkit import ToolKit
     from mega_agentrl.types.batch import TrainBatch
+    from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import InteractionProvider
     from mega_agentrl.types.records import Prompt
 
@@ -64,6 +68,8 @@ class RunInputs:
     """Tools of the run."""
     interactions: InteractionProvider
     """User simulators that prompts may name."""
+    images: RolloutImages | None
+    """Loads images for a vision-language model; None for a model of text."""
     prompts: tuple[Prompt, ...]
     """Training prompts."""
     prompt_weights: tuple[float, ...]
@@ -137,7 +143,8 @@ def read_inputs(
     dev = _encode_prompts(tables.dev, config, "sft.dev_data", codec, schemas)
     if on_prompts_read is not None:
         on_prompts_read()
-    demonstrations = _encode_demonstrations(tables.demonstrations, config, codec)
+    images = _make_rollout_images(config, codec)
+    demonstrations = _encode_demonstrations(tables.demonstrations, config, codec, images)
     prompts = (*train.prompts, *validation.prompts, *dev.prompts)
     for provider in (tools, interactions):
         provider.check_prompt_kwargs(prompts)
@@ -148,6 +155,7 @@ def read_inputs(
         codec=codec,
         tools=tools,
         interactions=interactions,
+        images=images,
         prompts=train.prompts,
         prompt_weights=train.weights,
         validation=validation.prompts,
@@ -176,7 +184,9 @@ def load_user_code(config: TrainConfig) -> UserCode:
 
 
 def _read_tables(config: TrainConfig) -> _DataTables:
-    read = partial(read_prompts, config=config.data, cache_folder=data_cache_folder())
+    cache_folder = data_cache_folder()
+    images = open_image_reader(config, cache_folder)
+    read = partial(read_prompts, config=config.data, cache_folder=cache_folder, images=images)
     train = read(parse_data_files(config.data.train, "data.train"), key="data.train")
     validation: Sequence[UnencodedPrompt] = ()
     if validation_files := parse_data_files(config.data.validation, "data.validation"):
@@ -185,8 +195,32 @@ def _read_tables(config: TrainConfig) -> _DataTables:
     demonstrations: Sequence[Conversation] = ()
     if config.sft.max_steps:
         dev = read([DataFile(config.sft.dev_data)], key="sft.dev_data")
-        demonstrations = read_conversations(config.sft.train_data)
+        demonstrations = read_conversations(config.sft.train_data, images=images)
     return _DataTables(train=train, validation=validation, dev=dev, demonstrations=demonstrations)
+
+
+def open_image_reader(config: TrainConfig, cache_folder: Path | None) -> PromptImageReader | None:
+    """Return the reader of the prompts' images; None for a model of text."""
+    if not has_vision_tower(config.model.path):
+        return None
+    return PromptImageReader(config.data, _make_processor(config), cache_folder=cache_folder)
+
+
+def _make_processor(config: TrainConfig) -> ImageProcessor:
+    data = config.data
+    return ImageProcessor(config.model.path, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
+
+
+def _make_rollout_images(config: TrainConfig, codec: HFCodec) -> RolloutImages | None:
+    if codec.image_tokens is None:
+        return None
+    return RolloutImages(
+        _make_processor(config),
+        codec.image_tokens,
+        image_limits(config.data),
+        max_per_answer=config.rollout.max_images_per_answer,
+        max_cache_bytes=config.rollout.image_cache_mib << 20,
+    )
 
 
 def _check_auxiliary_tokenizers(config: TrainConfig, codec: HFCodec) -> None:
@@ -232,18 +266,29 @@ def _check_reference(config: TrainConfig, codec: HFCodec) -> None:
 
 
 def _encode_demonstrations(
-    conversations: Sequence[Conversation], config: TrainConfig, codec: HFCodec
+    conversations: Sequence[Conversation],
+    config: TrainConfig,
+    codec: HFCodec,
+    images: RolloutImages | None,
 ) -> Callable[[], Callable[[int], TrainBatch]] | None:
     if not conversations:
         return None
-    encoded = encode_demonstrations(conversations, codec, max_tokens=config.engine.max_model_len)
-    return partial(_open_demonstration_stream, encoded, config.seed)
+    encoded = encode_demonstrations(
+        conversations,
+        codec,
+        max_tokens=config.engine.max_model_len,
+        tool_messages=config.rollout.call_protocol is CallProtocol.hermes,
+    )
+    load_images = None if images is None else images.load_now
+    return partial(_open_demonstration_stream, encoded, config.seed, load_images)
 
 
 def _open_demonstration_stream(
-    demonstrations: Sequence[Demonstration], seed: int
+    demonstrations: Sequence[Demonstration],
+    seed: int,
+    load_images: Callable[[Sequence[PlacedImage]], tuple[PlacedImage, ...]] | None,
 ) -> Callable[[int], TrainBatch]:
-    return DemonstrationSampler(demonstrations, seed).next_batch
+    return DemonstrationSampler(demonstrations, seed, load_images).next_batch
 
 
 def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Tool]) -> ToolKit:

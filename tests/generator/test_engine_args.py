@@ -7,6 +7,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.engine_args import engine_args
+from tests.generator.vision_model import write_vision_model
+from tests.vision_models import VISION_FAMILIES
 
 
 @pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
@@ -43,3 +45,25 @@ def test_a_single_worker_runs_in_the_engine_core_and_several_in_its_own_processe
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
         args = engine_args(EngineConfig(tensor_parallel_size=tensor), "model", seed=1)
         assert args.distributed_executor_backend == backend
+
+
+def test_an_engine_reserves_memory_for_images_that_fit_into_a_prompt(monkeypatch):
+    config = EngineConfig(max_model_len=100)
+    assert engine_args(config, "model", seed=1).limit_mm_per_prompt == {}
+    for is_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        args = engine_args(config, "model", seed=1, pixels_per_token=28 * 28)
+        assert args.limit_mm_per_prompt == {"video": 0}
+        assert args.mm_processor_kwargs == {"max_pixels": 100 * 28 * 28}
+        assert args.mm_device_do_normalize is False
+        assert args.skip_mm_profiling is not is_gpu
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_logits_of_a_vision_model_are_float32(family, tmp_path):
+    folder = write_vision_model(family, tmp_path)
+    config = EngineConfig(max_model_len=256)
+    args = engine_args(config, str(folder), seed=1, dtype=Dtype.bfloat16, pixels_per_token=28 * 28)
+    model_config = args.create_model_config()
+    assert (model_config.dtype, model_config.head_dtype) == (torch.bfloat16, torch.float32)
+    assert model_config.multimodal_config.mm_device_do_normalize is False

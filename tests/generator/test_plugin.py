@@ -11,7 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from mega_agentrl.generator import plugin
+from mega_agentrl.generator import plugin, processors_without_torchvision
+from mega_agentrl.generator.processors_without_torchvision import (
+    NoVideoProcessor,
+    replace_torchvision_processors,
+)
+from tests.generator.vision_model import write_vision_model
 
 WATCHER = """
 import sys, time
@@ -30,6 +35,30 @@ def test_vllm_finds_the_plugin_and_the_backend():
     plugin.register()
     loader = WeightTransferEngineFactory._registry[plugin.WEIGHT_TRANSFER_BACKEND]
     assert loader().__name__ == "ReshardTransferEngine"
+
+
+@pytest.mark.parametrize(
+    ("family", "class_name"),
+    [("qwen2_5_vl", "Qwen2_5_VLProcessor"), ("qwen3_vl", "Qwen3VLProcessor")],
+    ids=["qwen2_5_vl", "qwen3_vl"],
+)
+def test_processors_load_without_torchvision(family, class_name, tmp_path):
+    import transformers
+
+    assert not transformers.utils.is_torchvision_available()
+    replace_torchvision_processors()
+    folder = write_vision_model(family, tmp_path)
+    processor = getattr(transformers, class_name).from_pretrained(folder)
+    assert isinstance(processor.video_processor, NoVideoProcessor)
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    assert smart_resize(30, 55, factor=28, min_pixels=28 * 28) == (28, 56)
+
+
+def test_nothing_is_replaced_where_torchvision_is_installed(monkeypatch):
+    monkeypatch.setattr(processors_without_torchvision, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(processors_without_torchvision, "processing_utils", None)
+    replace_torchvision_processors()
 
 
 def test_a_process_ends_with_the_one_it_watches():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,13 @@ def output(**settings):
         "weight_versions": [WeightVersionSpan("3", 0, 2)],
     }
     return SimpleNamespace(**(plain | settings))
+
+
+def test_banned_tokens_have_no_chance():
+    assert sampling_params(request(), {}, []).logit_bias is None
+    assert sampling_params(request(), {}, [], (56, 57)).logit_bias == dict.fromkeys(
+        (56, 57), -math.inf
+    )
 
 
 def test_single_tokens_stop_by_id_and_the_rest_by_text():

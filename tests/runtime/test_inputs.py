@@ -1,5 +1,6 @@
 """What is read before anything starts: steps by epochs, markers, trigger words."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -8,9 +9,12 @@ import pandas as pd
 import pytest
 
 from mega_agentrl.config.enums import AresMode, CotBlocks, Truncation
+from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
 from mega_agentrl.tool.toolkit import ToolKit
+from tests.chat_models import save_vision_folder
 from tests.config.refusals import refused_setting
+from tests.vision_models import make_picture
 
 
 def test_total_steps_from_epochs(config):
@@ -55,6 +59,28 @@ def test_truncated_prompts_keep_the_generation_prompt(config, assets, truncation
     assert {len(prompt.token_ids) for prompt in prompts} == {12}
     assert all(prompt.token_ids[-len(behind) :] == tuple(behind) for prompt in prompts)
     assert "data.train: 200 of 200" in capsys.readouterr().out
+
+
+def test_a_vision_language_model_reads_images_and_zooms(config, assets, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    table = pd.read_parquet(assets / "dev.parquet").head(3)
+    table["images"] = [[{"bytes": make_picture(row, 56, 28), "path": None}] for row in range(3)]
+    table["prompt"] = [[{"role": "user", "content": "<image>what?"}]] * 3
+    table["extra_info"] = [{"index": row} for row in range(3)]
+    table.to_parquet(tmp_path / "images.parquet")
+    config.data = DataConfig(train=str(tmp_path / "images.parquet"), max_pixels=784)
+    with pytest.raises(ValueError, match="model of text"):
+        read_inputs(config)
+    config.model.path = str(save_vision_folder(tmp_path / "model"))
+    config.tool.zoom.enabled = True
+    inputs = read_inputs(config)
+    assert "zoom" in inputs.tools.names
+    pad = inputs.codec.image_tokens.image_id
+    assert [prompt.token_ids.count(pad) for prompt in inputs.prompts] == [1, 1, 1]
+    prompt = inputs.prompts[0]
+    assert Path(prompt.images[0].image.path).is_relative_to(tmp_path / "cache")
+    (loaded,) = asyncio.run(inputs.images.load(prompt.images))
+    assert loaded.image.pixels_HWC.shape == (28, 28, 3)
 
 
 def user_tool(tmp_path, name="Gsm8kTool"):

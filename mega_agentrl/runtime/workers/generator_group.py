@@ -31,6 +31,7 @@ from mega_agentrl.runtime.remote_calls import (
     translate_call_errors,
 )
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
+from mega_agentrl.runtime.workers.image_store import ImageStore, attach_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,6 +112,14 @@ class EngineActor:
         """Call a method of the engine."""
         return await getattr(self._engine, method)(*args)
 
+    async def generate_with_images(
+        self, request: GenerateRequest, pixel_refs: Mapping[str, Any]
+    ) -> Generation:
+        """Run a request whose pixels are in the object store, by image id."""
+        request = await attach_images(request, pixel_refs)
+        generation: Generation = await self._engine.generate(request)
+        return generation
+
 
 class GeneratorGroup:
     """All engines of a run; `spawn_actor` creates the process of an engine by index."""
@@ -132,6 +141,7 @@ class GeneratorGroup:
         self._has_started = False
         self._engine_of_prompt: dict[str, int] = {}
         self._engine_of_request: dict[str, int] = {}
+        self._image_store = ImageStore()
 
     def actor(self, index: int) -> Any:
         """Return the actor of an engine."""
@@ -286,7 +296,7 @@ class GeneratorGroup:
             self._num_running[index] += 1
             self._engine_of_request[request.request_id] = index
             try:
-                result: Generation = await self._call_engine(index, "generate", request)
+                result: Generation = await self._generate_on(index, request)
             except ProcessDiedError as error:
                 num_lost += 1
                 self.report_lost(index, actor, str(error))
@@ -340,10 +350,21 @@ class GeneratorGroup:
                 self._engine_of_prompt[prompt_key] = engine
         return engine
 
+    async def _generate_on(self, index: int, request: GenerateRequest) -> Any:
+        if not request.images:
+            return await self._call_engine(index, "generate", request)
+        detached, pixel_refs = self._image_store.detach(request)
+        call = self._actors[index].generate_with_images.remote(detached, pixel_refs)
+        return await self._await_engine(index, "generate", call)
+
     async def _call_engine(self, index: int, method: str, *args: Any) -> Any:
+        return await self._await_engine(
+            index, method, self._actors[index].call.remote(method, *args)
+        )
+
+    async def _await_engine(self, index: int, method: str, call: Any) -> Any:
         name = f"engine {index}"
         timeout_s = self._config.cluster.call_timeout_s
-        call = self._actors[index].call.remote(method, *args)
         try:
             with translate_call_errors(method, name):
                 return await asyncio.wait_for(call, timeout_s)

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import parallel_state
 
+from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from mega_agentrl.generator.weights.loader_trace import (
     as_tensor_rank,
     build_meta_copy,
@@ -18,9 +19,12 @@ from mega_agentrl.generator.weights.loader_trace import (
 )
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
+from tests.generator.vision_model import write_vision_model
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import engine_layouts
 from tests.tiny_models import make_tiny_model
+from tests.vision_models import VISION_FAMILIES
 
 
 @pytest.fixture
@@ -93,15 +97,47 @@ def loaded_by_vllm(folder, tensors, tensor_size):
 def test_traced_rectangles_make_what_vllm_loads(folder_of, name, tensor_size):
     """They also equal the layouts by hand that plans are tested with."""
     folder = folder_of(name)
-    tensors = load_file(folder / "model.safetensors")
     layouts = trace_engine_layouts(folder, tensor_size, "float32")
     by_hand = engine_layouts(ModelShape.from_folder(folder), tensor_size)
     assert list(map(comparable, layouts)) == list(map(comparable, by_hand))
-    models = loaded_by_vllm(folder, tensors, tensor_size)
+    assert [[shard.name for shard in layout] for layout in layouts] == [
+        [shard.name for shard in layout] for layout in by_hand
+    ]
+    check_against_vllm(folder, layouts)
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_vision_towers_are_traced_like_decoders(tmp_path, family, tensor_size):
+    """They also equal the layouts that estimates are made with."""
+    folder = write_vision_model(family, tmp_path)
+    layouts = trace_engine_layouts(folder, tensor_size, "float32")
+    assert any("visual" in shard.name for shard in layouts[0])
+    check_against_vllm(folder, layouts)
+    shape = ModelShape.from_folder(folder)
+    estimated = [engine_shard_layouts(shape, rank, tensor_size) for rank in range(tensor_size)]
+    assert rows_of(layouts) == rows_of(estimated)
+    assert list(map(num_elements, layouts)) == list(map(num_elements, estimated))
+
+
+def check_against_vllm(folder, layouts):
+    """What the layouts cut from the folder's tensors is what vLLM's loader leaves."""
+    tensors = load_file(folder / "model.safetensors")
+    models = loaded_by_vllm(folder, tensors, len(layouts))
     for layout, parameters in zip(layouts, models, strict=True):
-        assert [shard.name for shard in layout] == list(parameters)
+        assert {shard.name for shard in layout} == set(parameters)
         for param, values in cut(layout, tensors).items():
             assert torch.equal(values, parameters[param]), param
+
+
+def rows_of(layouts):
+    """(tensor, row, columns) with its ranks: however the rectangles are cut."""
+    return {
+        (name, row, rect.start[1:], rect.stop[1:]): ranks
+        for name, rects in rect_owners(layouts, RankSetCache()).items()
+        for rect, ranks in rects.items()
+        for row in range(rect.start[0], rect.stop[0])
+    }
 
 
 def comparable(layout):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import ray
 
@@ -9,6 +10,8 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+from mega_agentrl.runtime.workers.image_store import ImageStore, attach_images
+from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import GenerateRequest
 
 
@@ -30,6 +33,11 @@ class FakeEngine:
         if method == "generate" and "fail" in args[0].request_id:
             raise RuntimeError("out of blocks")
         return self.index
+
+    async def generate_with_images(self, request, pixel_refs):
+        self.calls.append(request)
+        whole = await attach_images(request, pixel_refs)
+        return [placed.image.pixels_HWC for placed in whole.images]
 
     async def start(self, model_path, seed, deadline_s):
         pass
@@ -99,6 +107,48 @@ async def test_deadline_and_failure_name_the_engine(actors):
     engines = group_of(actors[:1])
     with pytest.raises(RemoteCallError, match=r"generate .* engine 0: RuntimeError"):
         await engines.generate(request("fail/0"))
+
+
+def image_of(number, num_rows=28):
+    pixels = np.full((num_rows, 28, 3), number, np.uint8)
+    sizes = {"width": 28, "height": num_rows, "grid_thw": (1, num_rows // 14, 2), "merge_size": 2}
+    return ImageInput(image_id=f"image {number}", data=b"file", pixels_HWC=pixels, **sizes)
+
+
+def image_request(name, *images):
+    placed = [PlacedImage(start=1 + index, image=image) for index, image in enumerate(images)]
+    ids = tuple(range(len(images) + 2))
+    return GenerateRequest(request_id=name, token_ids=ids, max_tokens=4, images=tuple(placed))
+
+
+async def test_pixels_reach_the_engine_but_are_not_part_of_the_request(actors):
+    engines = group_of(actors)
+    one, two = image_of(1), image_of(2, 56)
+    request = image_request("a/0", one, two, one)
+    found = await engines.generate(request)
+    for pixels, image in zip(found, (one, two, one), strict=True):
+        np.testing.assert_array_equal(pixels, image.pixels_HWC)
+    (seen,) = await actors[0].recorded_calls.remote()
+    assert seen == request, "images are equal if their ids are"
+    assert all(placed.image.pixels_HWC is None for placed in seen.images)
+    assert not any(placed.image.data for placed in seen.images)
+
+
+def test_an_image_is_stored_once_until_there_is_no_room_for_it():
+    stored = []
+
+    def put(pixels):
+        stored.append(int(pixels[0, 0, 0]))
+        return f"ref {len(stored)}"
+
+    size = image_of(0).pixels_HWC.nbytes
+    store = ImageStore(max_bytes=2 * size, put=put)
+    for numbers in ([1, 1], [2], [1], [3], [1]):
+        store.detach(image_request("a/0", *map(image_of, numbers)))
+    assert stored == [1, 2, 3]
+    _, refs = store.detach(image_request("a/0", image_of(2), image_of(1)))
+    assert stored == [1, 2, 3, 2]
+    assert refs == {"image 2": "ref 4", "image 1": "ref 1"}
 
 
 def test_lost_engine_on_shared_gpus_is_killed_at_once(ray_local):
