@@ -3,11 +3,13 @@
 The vocabulary is bytes plus the special tokens and tags of the family. The templates are short
 versions with the families' characteristics: Qwen 2.5 groups tool answers, Qwen 3 drops old
 reasoning and adds empty reasoning to the last turn, Llama 3 has a bos token, trims messages and
-quotes tool answers.
+quotes tool answers. `save_vision_folder` adds to Qwen 2.5 what a vision-language model's
+folder has, without weights.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -26,6 +28,7 @@ LLAMA = (
     "<|eom_id|>",
     "<|eot_id|>",
 )
+VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 
@@ -36,6 +39,8 @@ def save_tokenizer(family: str, folder: Path, change=lambda template: template) 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = LLAMA if family == "llama3" else QWEN
+    if family == "qwen25vl":
+        special = (*VISION, *QWEN)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
     if family != "llama3":
         tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TAGS])
@@ -48,6 +53,25 @@ def save_tokenizer(family: str, folder: Path, change=lambda template: template) 
     )
     fast.chat_template = change((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"))
     fast.save_pretrained(folder)
+    return folder
+
+
+def save_vision_folder(folder: Path, model_type: str = "qwen2_5_vl") -> Path:
+    """Save tokenizer, config.json and preprocessor_config.json of a vision-language model."""
+    from tests.vision_models import write_preprocessor_config  # imports torch
+
+    save_tokenizer("qwen25vl", folder)
+    ids = {text: 256 + index for index, text in enumerate(VISION)}
+    config = {
+        "model_type": model_type,
+        "vision_config": {},
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    write_preprocessor_config(folder)
     return folder
 
 

@@ -67,6 +67,11 @@ class PromptTemplate:
                 f"data.prompt_template={self._path} can render"
             )
         last = max(index for index, role in enumerate(roles) if role == "user")
+        if not isinstance(messages[last]["content"], str):
+            raise ValueError(  # noqa: TRY004
+                f"{where}: got a user message of parts, expected a text that "
+                f"data.prompt_template={self._path} can render; mark its images by <image>"
+            )
         try:
             text = self._template.render(content=messages[last]["content"], row=row)
         except _RENDER_ERRORS as error:

@@ -6,7 +6,8 @@ list of strings), and optionally `extra_info` (a struct with `index`, `tools_kwa
 `need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` select the prompt's tools;
 without any it gets all tools, with a warning if `need_tools_kwargs` is set. `tools` (a JSON list of
 function schemas) replaces the schemas of the run's tools in the chat template. The prompt id is
-`data_source/index`; the index defaults to the row number over all files.
+`data_source/index`; the index defaults to the row number over all files. `data.image_key` and
+`data.video_key` name columns of images and videos (see `prompt_images`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Truncation
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.config.sections.data import DataFile
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
@@ -27,9 +29,12 @@ from mega_agentrl.data.remote_files import fetch_to_cache
 from mega_agentrl.data.table_reader import check_columns, drop_nulls, read_rows
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
 from mega_agentrl.types.records import Message, Prompt
+from mega_agentrl.vision.placeholders import image_parts, locate_images
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.data import DataConfig
+    from mega_agentrl.data.prompt_images import PromptImageReader
+    from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import ChatCodec
 
 _log = logging.getLogger(__name__)
@@ -60,6 +65,8 @@ class _LocatedRow:
     """Row number over all files, from 0."""
     file_weight: float
     """Sampling weight of the file."""
+    folder: Path | None = None
+    """Folder of the file; None for a row of a user's dataset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +89,20 @@ def load_prompts(
     key: str,
     tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
     cache_folder: Path | None = None,
+    images: PromptImageReader | None = None,
 ) -> PromptDataset:
     """Read and tokenize the prompts of files: `read_prompts`, then `encode_prompts`."""
-    unencoded = read_prompts(files, config, key=key, cache_folder=cache_folder)
+    unencoded = read_prompts(files, config, key=key, cache_folder=cache_folder, images=images)
     return encode_prompts(unencoded, codec, config, key=key, tool_schemas=tool_schemas)
 
 
 def read_prompts(
-    files: Sequence[DataFile], config: DataConfig, *, key: str, cache_folder: Path | None = None
+    files: Sequence[DataFile],
+    config: DataConfig,
+    *,
+    key: str,
+    cache_folder: Path | None = None,
+    images: PromptImageReader | None = None,
 ) -> list[UnencodedPrompt]:
     """Read the prompts of files.
 
@@ -98,15 +111,16 @@ def read_prompts(
         config: names of the columns, prompt template and dataset class.
         key: configuration key of the files, for error messages.
         cache_folder: folder for local copies of remote files; None refuses these.
+        images: reads the images of the rows; None for a model of text, which refuses them.
 
     Raises:
-        ValueError: a file, the template or the dataset class cannot be read, a row is malformed, or
-            two rows have the same id.
+        ValueError: a file, the template or the dataset class cannot be read, a row is malformed,
+            an image cannot be used, or two rows have the same id.
     """
     template = PromptTemplate(config.prompt_template) if config.prompt_template else None
     prompts_by_id: dict[str, UnencodedPrompt] = {}
     for row in _iter_rows(files, config, key, cache_folder):
-        prompt = _parse_prompt(row, config, template)
+        prompt = _parse_prompt(row, config, template, images)
         unencoded = UnencodedPrompt(prompt, row.location, row.file_weight)
         first = prompts_by_id.setdefault(prompt.prompt_id, unencoded)
         if first is not unencoded:
@@ -115,6 +129,8 @@ def read_prompts(
                 f"expected extra_info.index to be unique within a {config.reward_fn_key}, over all "
                 "files"
             )
+    if images is not None:
+        images.verify()
     return list(prompts_by_id.values())
 
 
@@ -148,10 +164,24 @@ def encode_prompts(
         key=key,
     )
     encoded_prompts = [
-        replace(prompt, token_ids=tuple(ids), tool_schemas=offered)
+        replace(
+            prompt,
+            token_ids=tuple(ids),
+            tool_schemas=offered,
+            images=_place_images(prompt, ids, codec),
+        )
         for prompt, offered, ids in zip(prompts, tools, encoded, strict=True)
     ]
     return _apply_length_limit(encoded_prompts, unencoded, codec, config, key)
+
+
+def _place_images(
+    prompt: Prompt, token_ids: Sequence[int], codec: ChatCodec
+) -> tuple[PlacedImage, ...]:
+    """Return the images of the prompt's messages, placed among its ids."""
+    images = image_parts(prompt.messages)
+    tokens = getattr(codec, "image_tokens", None)
+    return locate_images(token_ids, images, tokens.image_id) if images and tokens else ()
 
 
 def _run_tool_schemas(
@@ -178,7 +208,8 @@ def _iter_rows(
         return
     for file, path in local.items():
         for row in read_rows(path, key=key, columns=columns):
-            yield _LocatedRow(row.values, f"{key}={file.path} {row.place}", number, file.weight)
+            where = f"{key}={file.path} {row.place}"
+            yield _LocatedRow(row.values, where, number, file.weight, Path(path).parent)
             number += 1
 
 
@@ -193,7 +224,12 @@ def _resolve_local_path(file: DataFile, key: str, cache_folder: Path | None) -> 
     return str(fetch_to_cache(file.path, cache_folder, key=key))
 
 
-def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate | None) -> Prompt:
+def _parse_prompt(
+    row: _LocatedRow,
+    config: DataConfig,
+    template: PromptTemplate | None,
+    images: PromptImageReader | None,
+) -> Prompt:
     cell, where = row.values[config.prompt_key], row.location
     if isinstance(cell, str):
         if not cell.strip():
@@ -203,9 +239,15 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
                 "(data.prompt_key)"
             )
         cell = [{"role": "user", "content": cell}]
-    messages = validate_messages(cell, f"{where}, column {config.prompt_key}")
+    messages = validate_messages(
+        cell, f"{where}, column {config.prompt_key}", with_parts=images is not None
+    )
     if template is not None:
         messages = template.apply(messages, row.values, where)
+    if images is not None:
+        messages = images.attach(messages, row.values, where, row.folder)
+    else:
+        _refuse_images(row, config)
     source = row.values[config.reward_fn_key]
     if not isinstance(source, str):
         raise ValueError(  # noqa: TRY004
@@ -231,6 +273,18 @@ def _parse_prompt(row: _LocatedRow, config: DataConfig, template: PromptTemplate
         extra_info=extra,
         tool_schemas=parse_tool_schemas(row.values.get("tools"), f"{where}, column tools"),
     )
+
+
+def _refuse_images(row: _LocatedRow, config: DataConfig) -> None:
+    """Raise a `ConfigError` if a row for a model of text has images or videos."""
+    for key, column in (("image_key", config.image_key), ("video_key", config.video_key)):
+        if column and row.values.get(column):
+            raise ConfigError(
+                f"{row.location}, column {column}",
+                f"{type(row.values[column]).__name__} with images",
+                f"none, because model.path is a model of text; data.{key}='' ignores the column",
+                "a model without a vision tower, or another dataset",
+            )
 
 
 def _apply_length_limit(
@@ -276,21 +330,50 @@ def _truncate_prompt(
         prompt.messages, list(prompt.tool_schemas) or None, add_generation_prompt=False
     )
     num_last = num_generation_prompt_tokens(prompt.token_ids, ids_without)
-    return replace(prompt, token_ids=truncate_tokens(prompt.token_ids, num_last, limit, truncation))
+    token_ids = truncate_tokens(prompt.token_ids, num_last, limit, truncation)
+    if prompt.images:
+        raise ConfigError(
+            "data.truncation",
+            truncation,
+            f"error or drop for prompts with images, or data.max_prompt_tokens of at least "
+            f"{len(prompt.token_ids)}, the length of {prompt.prompt_id}, of which its images take "
+            f"{sum(placed.image.num_tokens for placed in prompt.images)}; fewer data.max_pixels "
+            "make images shorter",
+            "an image cannot be cut, and a question without its image cannot be answered",
+        )
+    return replace(prompt, token_ids=token_ids)
 
 
-def validate_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Return the chat messages of a cell; raise `ValueError` naming `where` for anything else."""
+def validate_messages(value: Any, where: str, *, with_parts: bool = False) -> tuple[Message, ...]:
+    """Return the chat messages of a cell; raise `ValueError` naming `where` for anything else.
+
+    `with_parts` also permits lists of parts as contents (see `prompt_images`).
+    """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{where}: got {value!r}, expected a non-empty list of chat messages")
     messages = drop_nulls(value)
     for message in messages:
         fields = message if isinstance(message, dict) else {}
+        if with_parts and isinstance(fields.get("content"), list):
+            _validate_parts(fields["content"], where)
+            fields = {**fields, "content": ""}
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(
                 f"{where}: got message {message!r}, expected string members role and content"
             )
     return tuple(messages)
+
+
+def _validate_parts(parts: Sequence[Any], where: str) -> None:
+    for part in parts:
+        fields = part if isinstance(part, dict) else {}
+        kind = fields.get("type")
+        is_text = kind == "text" and isinstance(fields.get("text"), str)
+        if not is_text and kind not in ("image", "image_url", "video"):
+            raise ValueError(
+                f"{where}: got {part!r:.200} as a part of a message, expected "
+                '{"type": "text", "text": ...} or a part of type image, image_url or video'
+            )
 
 
 def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -1,21 +1,22 @@
 r"""Demonstrations for supervised fine-tuning: chat messages with exact token spans and loss masks.
 
-The table has a column `messages`, and optionally `tools`, the function schemas that the chat
-template renders, as in RL data. The messages before the first assistant message form the prompt,
-which is rendered by the chat template. Each later message is encoded on its own, exactly as a
-rollout would extend the context:
+The table has a column `messages`, and optionally, as in RL data, `tools`, the function schemas that
+the chat template renders, and `data.image_key`, the images of all messages. The messages before the
+first assistant message form the prompt, which is rendered by the chat template. Each later message
+is encoded on its own, exactly as a rollout would extend the context:
 
 * `assistant`: trained on. The eos token follows, which is trained on too, unless a `tool` message
   follows.
-* `tool`: appended to the assistant's turn verbatim (for ARPO's tags the text is
-  ` <result>\n...\n</result>`), not trained on.
+* `tool`: with the tag protocol appended to the assistant's turn verbatim (for ARPO's tags the text
+  is ` <result>\n...\n</result>`); with `rollout.call_protocol=hermes` a new turn through the chat
+  template. Not trained on.
 * `user`, `system`: a new turn through the chat template, not trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,19 @@ from mega_agentrl.data.index_stream import ShuffledIndexStream
 from mega_agentrl.data.rl_dataset import parse_tool_schemas, validate_messages
 from mega_agentrl.data.table_reader import read_rows
 from mega_agentrl.types.records import Message
+from mega_agentrl.vision.placeholders import (
+    content_parts,
+    content_text,
+    image_parts,
+    locate_images,
+)
 
 if TYPE_CHECKING:
+    from mega_agentrl.data.prompt_images import PromptImageReader
     from mega_agentrl.types.batch import TrainBatch
+    from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import ChatCodec
+    from mega_agentrl.vision.processor import ImageTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +61,54 @@ class Demonstration:
     """Token ids of everything after the prompt."""
     loss_mask: tuple[int, ...]
     """1 for each response token that the assistant wrote, else 0."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the conversation; starts count its tokens, prompt and response."""
 
 
-def read_conversations(path: str | Path, *, key: str = "sft.train_data") -> list[Conversation]:
+def read_conversations(
+    path: str | Path, *, key: str = "sft.train_data", images: PromptImageReader | None = None
+) -> list[Conversation]:
     """Read a parquet or JSONL table of chat messages.
 
     Args:
         path: the file.
         key: configuration key of the path, for error messages.
+        images: reads the images of the rows; None for a model of text, whose rows have none.
 
     Raises:
-        ValueError: the file cannot be read or a row has no valid messages.
+        ValueError: the file cannot be read, a row has no valid messages, or an image cannot be
+            used.
     """
     conversations = []
     for row in read_rows(path, key=key, columns=("messages",)):
         where = f"{key}={path} {row.place}"
-        messages = validate_messages(row.values["messages"], f"{where}, column messages")
+        messages = validate_messages(
+            row.values["messages"], f"{where}, column messages", with_parts=images is not None
+        )
+        if images is not None:
+            messages = images.attach(messages, row.values, where, Path(path).parent)
         schemas = parse_tool_schemas(row.values.get("tools"), f"{where}, column tools")
         conversations.append(Conversation(messages, schemas, where))
+    if images is not None:
+        images.verify()
     return conversations
 
 
 def encode_demonstrations(
-    conversations: Sequence[Conversation], codec: ChatCodec, *, max_tokens: int | None = None
+    conversations: Sequence[Conversation],
+    codec: ChatCodec,
+    *,
+    max_tokens: int | None = None,
+    tool_messages: bool = False,
 ) -> list[Demonstration]:
     """Tokenize conversations.
+
+    Args:
+        conversations: the conversations.
+        codec: the tokenizer.
+        max_tokens: maximum length of a conversation; None is unlimited.
+        tool_messages: whether tools' answers are turns of the chat template, as with
+            `rollout.call_protocol=hermes`, or follow the assistant's text.
 
     Raises:
         ValueError: a conversation does not start with a question and end with the assistant, or has
@@ -85,7 +118,11 @@ def encode_demonstrations(
     for conversation in conversations:
         where = conversation.location
         demonstration = encode_demonstration(
-            conversation.messages, codec, where, conversation.tool_schemas
+            conversation.messages,
+            codec,
+            where,
+            conversation.tool_schemas,
+            tool_messages=tool_messages,
         )
         num_tokens = len(demonstration.prompt_ids) + len(demonstration.response_ids)
         if max_tokens is not None and num_tokens > max_tokens:
@@ -102,6 +139,8 @@ def encode_demonstration(
     codec: ChatCodec,
     where: str,
     tool_schemas: Sequence[Mapping[str, Any]] = (),
+    *,
+    tool_messages: bool = False,
 ) -> Demonstration:
     """Tokenize one conversation, which `where` names in errors, with its function schemas."""
     roles = [message["role"] for message in messages]
@@ -112,39 +151,86 @@ def encode_demonstration(
     start = roles.index("assistant")
     response: list[int] = []
     mask: list[int] = []
-    index = start
-    while index < len(messages):
-        if roles[index] == "assistant":
-            ids = codec.encode(messages[index]["content"])
-            index += 1
-            if index == len(messages) or roles[index] != "tool":
+    for span in _response_spans(roles, start, tool_messages=tool_messages):
+        first = messages[span.start]
+        if roles[span.start] == "assistant":
+            ids = codec.encode(_assistant_text(first, where))
+            is_followed_inline = span.stop < len(roles) and roles[span.stop] == "tool"
+            if not is_followed_inline or tool_messages:
                 ids.append(codec.eos_id)
-            mask_value = 1
-        elif roles[index] == "tool":
-            ids, mask_value = codec.encode(messages[index]["content"]), 0
-            index += 1
+        elif roles[span.start] == "tool" and not tool_messages:
+            ids = _encode_inline(first, codec)
         else:
-            stop = roles.index("assistant", index)
-            ids, mask_value = codec.encode_next_turn(messages[index:stop]), 0
-            index = stop
+            ids = codec.encode_next_turn(messages[span])
         response.extend(ids)
-        mask.extend([mask_value] * len(ids))
+        mask.extend([int(roles[span.start] == "assistant")] * len(ids))
     prompt_ids = tuple(codec.apply_chat_template(messages[:start], list(tool_schemas) or None))
-    return Demonstration(prompt_ids, tuple(response), tuple(mask))
+    images, tokens = image_parts(messages), _image_tokens(codec)
+    placed = locate_images((*prompt_ids, *response), images, tokens.image_id) if tokens else ()
+    return Demonstration(prompt_ids, tuple(response), tuple(mask), placed)
+
+
+def _response_spans(roles: Sequence[str], start: int, *, tool_messages: bool) -> Iterator[slice]:
+    """Yield slices of messages that are encoded together: all messages between two answers."""
+    while start < len(roles):
+        stop = start + 1
+        if roles[start] != "assistant" and (tool_messages or roles[start] != "tool"):
+            stop = roles.index("assistant", start)
+        yield slice(start, stop)
+        start = stop
+
+
+def _assistant_text(message: Message, where: str) -> str:
+    if image_parts([message]):
+        raise ValueError(
+            f"{where}: got an image in a message of the assistant, expected text; probable cause: "
+            "a marker <image> in the text of an answer"
+        )
+    return content_text(message["content"])
+
+
+def _encode_inline(message: Message, codec: ChatCodec) -> list[int]:
+    """Return the ids of a tool's answer within the assistant's turn."""
+    ids: list[int] = []
+    for part in content_parts(message["content"]):
+        if part["type"] == "text":
+            ids += codec.encode(part["text"])
+        else:
+            tokens = _image_tokens(codec)
+            assert tokens is not None, "the prompt's images were refused before"
+            ids += tokens.placeholder_ids(part["image"])
+    return ids
+
+
+def _image_tokens(codec: ChatCodec) -> ImageTokens | None:
+    return getattr(codec, "image_tokens", None)
 
 
 class DemonstrationSampler:
-    """Draws endless, seeded, resumable batches of demonstrations."""
+    """Draws endless, seeded, resumable batches of demonstrations.
 
-    def __init__(self, demonstrations: Sequence[Demonstration], seed: int) -> None:
+    Args:
+        demonstrations: the tokenized conversations.
+        seed: seed of the order.
+        load_images: returns images with their pixels; needed if there are any.
+    """
+
+    def __init__(
+        self,
+        demonstrations: Sequence[Demonstration],
+        seed: int,
+        load_images: Callable[[Sequence[PlacedImage]], tuple[PlacedImage, ...]] | None = None,
+    ) -> None:
         self._demonstrations = tuple(demonstrations)
+        self._load_images = load_images
         self._stream = ShuffledIndexStream(len(self._demonstrations), seed)
 
     def next_batch(self, batch_size: int) -> TrainBatch:
         """Return the next batch for `Policy.sft_step`."""
-        return collate_demonstrations(
-            [self._demonstrations[index] for index in self._stream.take(batch_size)]
-        )
+        batch = [self._demonstrations[index] for index in self._stream.take(batch_size)]
+        if self._load_images is not None:
+            batch = [replace(item, images=self._load_images(item.images)) for item in batch]
+        return collate_demonstrations(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain JSON values."""
@@ -170,6 +256,7 @@ def collate_demonstrations(demonstrations: Sequence[Demonstration]) -> TrainBatc
         response_BT[row, :length] = torch.tensor(item.response_ids)
         mask_BT[row, :length] = torch.tensor(item.loss_mask, dtype=torch.bool)
     zeros_BT = torch.zeros(num_rows, num_positions)
+    images_B = tuple(item.images for item in demonstrations)
     return TrainBatch(
         prompt_ids=tuple(item.prompt_ids for item in demonstrations),
         response_BT=response_BT,
@@ -181,4 +268,5 @@ def collate_demonstrations(demonstrations: Sequence[Demonstration]) -> TrainBatc
         rollout_logp_BT=zeros_BT,
         rollout_entropy_BT=zeros_BT.clone(),
         version_BT=torch.zeros(num_rows, num_positions, dtype=torch.int64),
+        images_B=images_B if any(images_B) else None,
     )

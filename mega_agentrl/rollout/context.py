@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.tracing import RolloutSpans
     from mega_agentrl.types.protocols import (
         Generator,
+        ImageLoader,
         InteractionProvider,
         TextCodec,
         ToolProvider,
@@ -55,6 +56,8 @@ class RolloutContext:
     """Store of finished trees, from which a restarted run restores them."""
     max_version_lag: int = 0
     """Maximum lag of tokens of a restored tree behind the engine, in weight versions."""
+    images: ImageLoader | None = None
+    """Loads images and checks those of tools; None for a model of text."""
 
     @property
     def is_lockstep(self) -> bool:
@@ -84,6 +87,7 @@ def make_rollout_context(
     spans: RolloutSpans | None = None,
     with_greedy: bool = False,
     tree_store: TreeStore | None = None,
+    images: ImageLoader | None = None,
 ) -> RolloutContext:
     """Build the context of one pass from the configuration (see the fields of `RolloutContext`).
 
@@ -104,4 +108,5 @@ def make_rollout_context(
         spans=spans,
         with_greedy=with_greedy,
         tree_store=tree_store,
+        images=images,
     )

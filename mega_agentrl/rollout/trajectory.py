@@ -37,6 +37,7 @@ from mega_agentrl.rollout.conversation.tool_calls import call_limit_outcome, run
 from mega_agentrl.rollout.conversation.writer import ConversationWriter
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
+from mega_agentrl.rollout.images import check_answers
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
@@ -270,6 +271,10 @@ class TrajectoryRunner:
             return self._tool_session
         self._tool_session = context.tools.open_session()
         await self._spans.trace_wait("tools", self._tool_session.create(self._prompt.tools_kwargs))
+        if self._prompt.images:
+            assert context.images is not None, f"{self.trajectory_id}: images without a loader"
+            await self._spans.trace_wait("images", context.images.load(self._prompt.images))
+            self._tool_session.show_images([placed.image for placed in self._prompt.images])
         user = context.interactions.open_session(self._prompt) if context.interactions else None
         if user is not None:
             await user.create()
@@ -413,6 +418,7 @@ class TrajectoryRunner:
         permitted = calls[: config.max_tool_calls - self._num_calls]
         self._num_calls += len(permitted)
         outcomes = await run_tool_calls(session, permitted, self._spans)
+        outcomes = await check_answers(self._context.images, outcomes)
         outcomes += [
             call_limit_outcome(call, config.max_tool_calls) for call in calls[len(permitted) :]
         ]
@@ -420,8 +426,11 @@ class TrajectoryRunner:
         if failed or (stops_on_invalid and any(outcome.is_invalid_call for outcome in outcomes)):
             writer.write_hidden_outcomes(outcomes)
             return StopReason.tool_failure if failed else StopReason.invalid_call
+        num_images = len(self._token_buffer.images)
         if not writer.write_tool_answers(outcomes, ended=finish is FinishReason.eos):
             return StopReason.length
+        if shown := self._token_buffer.images[num_images:]:
+            session.show_images([placed.image for placed in shown])
         return None
 
     async def _get_user_reply(self, user: InteractionSession) -> StopReason | None:

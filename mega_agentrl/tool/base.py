@@ -51,6 +51,8 @@ class ToolResponse:
     step_reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics that the tool reports."""
+    images: tuple[bytes, ...] = ()
+    """Image files, which a vision-language model sees before the text."""
 
 
 class Tool(ABC):
@@ -64,6 +66,10 @@ class Tool(ABC):
     """The argument that receives the text of a tag."""
     parameters: Mapping[str, Any] | None = None
     """JSON schema of all arguments; None for one text, `text_argument`."""
+    reads_images: bool = False
+    """Whether the kwargs of `execute` have the images of the conversation, in the order in which
+    the policy was shown them, under the key `images` (a tuple of `types.images.ImageInput`).
+    """
     timeout_s: float | None = 60.0
     """Hard limit of one execution, enforced by the session; None for a tool that enforces its own.
     """

@@ -37,10 +37,11 @@ from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.function_schema import FunctionSchema
+    from mega_agentrl.types.images import ImageInput
 
 ResultT = TypeVar("ResultT")
 
@@ -105,6 +106,7 @@ class TrajectoryToolSession:
         self._kwargs: Mapping[str, Mapping[str, Any]] = {}
         self._states: dict[str, Any] = {}
         self._owners: dict[str, str] = {}
+        self._images: tuple[ImageInput, ...] = ()
         self._tool_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -185,12 +187,17 @@ class TrajectoryToolSession:
             queue_s=start - arrival_time,
             step_reward=response.step_reward,
             metrics=response.metrics,
+            images=response.images,
         )
+
+    def show_images(self, images: Sequence[ImageInput]) -> None:
+        """Add images that the policy has been shown to those of tools with `reads_images`."""
+        self._images += tuple(images)
 
     async def fork(self) -> TrajectoryToolSession:
         """Return a session with copies of the tools' states; raises `ToolSessionError`."""
         child = TrajectoryToolSession(self._tools, self._limits, self._escape)
-        child._kwargs, child._owners = self._kwargs, self._owners
+        child._kwargs, child._owners, child._images = self._kwargs, self._owners, self._images
         try:
             for name, state in self._states.items():
                 if (owner := self._owners[name]) != name:
@@ -310,7 +317,10 @@ class TrajectoryToolSession:
         self, registered: RegisteredTool, state: Any, arguments: Mapping[str, Any]
     ) -> ToolResponse:
         tool = registered.tool
-        work = tool.execute(state, arguments, self._kwargs_for(tool.name, "execute_kwargs"))
+        kwargs = self._kwargs_for(tool.name, "execute_kwargs")
+        if tool.reads_images:
+            kwargs = {**kwargs, "images": self._images}
+        work = tool.execute(state, arguments, kwargs)
         first_calls = registered.watch("execute")
         call = first_calls.start()
         try:
@@ -360,6 +370,9 @@ def _validate_response(response: ToolResponse, name: str) -> ToolResponse:
         raise TypeError(
             f"execute returned {type(response).__name__}, expected a ToolResponse with text"
         )
+    images = response.images
+    if not isinstance(images, tuple | list) or not all(isinstance(item, bytes) for item in images):
+        raise TypeError(f"images is {images!r:.100}, expected a tuple of the bytes of image files")
     if not _is_finite(response.step_reward):
         raise TypeError(f"step_reward is {response.step_reward!r}, expected a finite number")
     # Metric names may come from untrusted text: only plain ones are kept.
@@ -378,6 +391,7 @@ def _validate_response(response: ToolResponse, name: str) -> ToolResponse:
         status=response.status,
         step_reward=float(response.step_reward),
         metrics=dict(sorted(metrics.items())[:MAX_METRICS]),
+        images=tuple(images),
     )
 
 

@@ -30,6 +30,7 @@ from mega_agentrl.tool.session import (
 )
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.tool.web.disk_cache import CACHE_TTL_S, MAX_CACHE_BYTES, DiskCache
+from mega_agentrl.tool.zoom import ZoomTool
 from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
@@ -165,6 +166,8 @@ def built_in_tools(config: ToolConfig) -> dict[str, type[Tool]]:
         from mega_agentrl.tool.browse.browse_tool import BrowseTool
 
         enabled.append(BrowseTool)
+    if config.zoom.enabled:
+        enabled.append(ZoomTool)
     return {kind.name: kind for kind in enabled}
 
 
@@ -191,7 +194,7 @@ def build_toolkit(
     escapes: bool = True,
     max_failed_first_calls: int = 0,
 ) -> ToolKit:
-    """Return the configured tools: Python, then search and browse if enabled, then the user's.
+    """Return the configured tools: Python, then those that are enabled, then the user's.
 
     Nothing is started.
 
@@ -237,6 +240,8 @@ def build_toolkit(
                 cache=cache,
             )
         )
+    if config.zoom.enabled:
+        tools.append(ZoomTool(config.zoom))
     return ToolKit(
         [*tools, *user_tools],
         control_tokens=control_tokens,

@@ -181,6 +181,7 @@ def sample_trees(
         step=step,
         temperature=temperature,
         spans=components.monitors.rollout_spans,
+        images=components.images,
     )
     trees = components.run_coroutine(collect_rollouts(prompts, components.rubric, context))
     add_reward_model_scores(components, trees)

@@ -81,7 +81,8 @@ def add_reward_model_scores(
         ]
         if not trees:
             return
-        batch = pack_trees(trees)
+        images = components.images
+        batch = pack_trees(trees if images is None else images.load_trees(trees))
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     # A trajectory with several rows is scored by its last one, which has its end.
     last_row = {owner: row for row, owner in enumerate(row_trajectories(batch))}

@@ -129,6 +129,7 @@ def open_rollout_collector(
         spans=components.monitors.rollout_spans,
         with_greedy=config.algo.estimator.needs_greedy_baseline,
         tree_store=tree_store,
+        images=components.images,
     )
     collector = RolloutCollector(
         components.prompt_source,

@@ -38,12 +38,15 @@ from mega_agentrl.train.warm_start import run_warm_start
 from mega_agentrl.types.errors import RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.train.controllers import Controllers
+    from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
+    from mega_agentrl.types.protocols import ImageLoader
+    from mega_agentrl.types.records import RolloutTree
 
 MAX_FAILURES_WITHOUT_PROGRESS = 3
 
@@ -73,12 +76,14 @@ class Trainer:
     """Stops the run if most trajectories fail."""
     signal_handler: SignalHandler
     """Interrupts a step only inside `_interruptible`, if the caller defers signals."""
+    images: ImageLoader | None = None
+    """Loads the images of the trees to train on; None for a model of text."""
 
     def step(self, step: int) -> None:
         """Run one RL step; until its update, nothing changes but the position in the prompts."""
         rollouts = self._interruptible("rollout", self.rollouts.collect, step)
         self.profiler.start(step)
-        batch = self._interruptible("rollout", pack_trees, rollouts.trees)
+        batch = self._interruptible("rollout", self._pack, rollouts.trees)
         batch = self._interruptible("logprob", self.policy.compute_log_probs, batch)
         batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
         self.failure_guard.check_step(step, count_failures(rollouts.finished_trees))
@@ -92,6 +97,9 @@ class Trainer:
         self.rollouts.on_weights_synced(step)
         metrics = inputs.metrics | metrics | critic_metrics
         self.logger.log_step(step, rollouts, inputs.batch, stats, metrics, sync_metrics)
+
+    def _pack(self, trees: Sequence[RolloutTree]) -> TrainBatch:
+        return pack_trees(trees if self.images is None else self.images.load_trees(trees))
 
     def _timed(
         self, phase: str, call: Callable[_P, _ResultT], *args: _P.args, **kwargs: _P.kwargs
@@ -149,6 +157,7 @@ def open_trainer(
             failure_guard=FailureGuard(config.rollout.max_failed_fraction),
             logger=logger,
             signal_handler=signal_handler,
+            images=components.images,
         )
 
 

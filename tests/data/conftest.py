@@ -9,8 +9,13 @@ import pytest
 from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
 from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings
 from mega_agentrl.data.orders.dataset_writer import write_orders_dataset
+from mega_agentrl.data.vision_qa.dataset_writer import write_vision_dataset
 
-WRITERS = {GeneratedTask.calls: write_calls_dataset, GeneratedTask.orders: write_orders_dataset}
+WRITERS = {
+    GeneratedTask.calls: write_calls_dataset,
+    GeneratedTask.orders: write_orders_dataset,
+    GeneratedTask.vision: write_vision_dataset,
+}
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,8 @@ from mega_agentrl.config.ranges import MAX_TOKENS, Range, Section
 
 _CLASS_PATH_RE = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 _WEIGHT_RE = re.compile(r"(.+)@(\d+(?:\.\d*)?|\.\d+)", re.DOTALL)
+MAX_IMAGE_PIXELS = 89_478_485
+"""Number of pixels from which Pillow takes a file for an attack."""
 _LOCAL_SCHEMES = ("file", "local")
 
 
@@ -123,6 +125,29 @@ class DataConfig(Section, key="data"):
     """Treatment of prompts over `data.max_prompt_tokens`."""
     order: PromptOrder = PromptOrder.shuffled
     """Order of the training prompts."""
+    image_key: str = "images"
+    """Column of a prompt's images, for a vision-language model: paths, URLs, base64 data URLs, or
+    structs with `bytes` or `path`. They replace `<image>` in the messages, in order. Empty for
+    none, so that `<image>` is text."""
+    video_key: str = "videos"
+    """Column of a prompt's videos, which replace `<video>`: animations (GIF, WebP, APNG), whose
+    frames become images. Empty for none."""
+    video_fps: Annotated[float, Range(above=0, at_most=1000, unit="1/s")] = 2.0
+    """Frames per second that are taken from a video."""
+    max_frames: Annotated[int, Range(at_least=1, at_most=10_000)] = 16
+    """Maximum number of frames of a video; of a longer one they are spread evenly."""
+    min_pixels: Annotated[int | None, Range(at_least=1, at_most=MAX_IMAGE_PIXELS)] = None
+    """Smaller images are enlarged to about this many pixels; null is the model's own setting."""
+    max_pixels: Annotated[int | None, Range(at_least=1, at_most=MAX_IMAGE_PIXELS)] = None
+    """Larger images are reduced to at most this many pixels, and thus tokens: one for 784 pixels of
+    Qwen2.5-VL, one for 1024 of Qwen3-VL. null is the model's own setting, often 16,384 tokens."""
+    max_image_mib: Annotated[float, Range(above=0, at_most=1024, unit="MiB")] = 32.0
+    """Maximum size of an image file."""
+    max_image_pixels: Annotated[int, Range(at_least=1, at_most=MAX_IMAGE_PIXELS)] = 50_000_000
+    """Maximum number of pixels of an image file, before it is resized."""
+    verify_images: bool = True
+    """Decode every image of the data before the run starts, so that a damaged one is an error then;
+    otherwise its prompt fails when it is sampled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,6 +168,13 @@ class DataConfig(Section, key="data"):
             self.train,
             "no weights with data.dataset_class, whose rows do not say from which file they are",
         )
+        if self.min_pixels is not None and self.max_pixels is not None:
+            check_range(
+                self.min_pixels <= self.max_pixels,
+                "data.min_pixels",
+                self.min_pixels,
+                f"at most data.max_pixels={self.max_pixels}",
+            )
         held_out = parse_data_files(self.validation, "data.validation")
         check_range(
             all(file.weight == 1 for file in held_out),

@@ -150,6 +150,10 @@ class RolloutConfig(GroupSelectionConfig):
     use_inference_chat_template: bool = False
     """Render the conversation anew for every turn instead of appending to the sampled tokens, for
     chat templates that drop earlier reasoning."""
+    max_images_per_answer: Annotated[int, Range(at_least=0, at_most=1000)] = 4
+    """Maximum number of images of a tool's answer; more are an error that the policy sees."""
+    image_cache_mib: Annotated[int, Range(at_least=1, at_most=16_777_216, unit="MiB")] = 2048
+    """Size up to which resized pixels of recent images are kept on the driver."""
     interaction_config_file: str = ""
     """Yaml list of simulated users; empty for none."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5

@@ -1,4 +1,4 @@
-"""Settings of the tools (`tool.*`): Python sandboxes, search, browsing and the web cache."""
+"""Settings of the tools (`tool.*`): Python sandboxes, search, browsing, zoom and the web cache."""
 
 from __future__ import annotations
 
@@ -114,6 +114,28 @@ class BrowseToolConfig(Section, key="tool.browse"):
 
 
 @dataclass
+class ZoomToolConfig(Section, key="tool.zoom"):
+    """Enlarge a region of an image, for a vision-language model."""
+
+    enabled: bool = False
+    """Whether the run has the tool."""
+    min_side: Annotated[int, Range(at_least=1, at_most=16_384, unit="pixels")] = 224
+    """Length to which the shorter side of a region is enlarged, as far as `tool.zoom.max_side`
+    permits, unless the call has a scale."""
+    max_side: Annotated[int, Range(at_least=1, at_most=16_384, unit="pixels")] = 1024
+    """Maximum length of the longer side."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(
+            self.min_side <= self.max_side,
+            "tool.zoom.min_side",
+            self.min_side,
+            f"at most tool.zoom.max_side={self.max_side}",
+        )
+
+
+@dataclass
 class WebRequestConfig(Section, key="tool.web"):
     """Limits of search and browse requests; each tool has its own."""
 
@@ -148,6 +170,8 @@ class ToolConfig(Section, key="tool"):
     """Search."""
     browse: BrowseToolConfig = field(default_factory=BrowseToolConfig)
     """Browser."""
+    zoom: ZoomToolConfig = field(default_factory=ZoomToolConfig)
+    """Zoom into images."""
     web: WebRequestConfig = field(default_factory=WebRequestConfig)
     """Limits of web requests."""
     cache: ToolCacheConfig = field(default_factory=ToolCacheConfig)

@@ -19,6 +19,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mega_agentrl.data.converters.bfcl import convert_bfcl, convert_bfcl_conversations
+from mega_agentrl.data.converters.image_questions import (
+    convert_chartqa,
+    convert_geometry3k,
+    convert_virl39k,
+)
 from mega_agentrl.data.converters.open_agentic import convert_agentic
 from mega_agentrl.data.converters.question_answering import (
     convert_arpo,
@@ -49,6 +54,9 @@ SOURCES: Mapping[str, SourceDataset] = MappingProxyType(
         "search_r1": SourceDataset(convert_search_r1, has_calls=False),
         "gsm8k": SourceDataset(convert_gsm8k, has_calls=False),
         "arpo": SourceDataset(convert_arpo, has_calls=False),
+        "geometry3k": SourceDataset(convert_geometry3k, has_calls=False),
+        "chartqa": SourceDataset(convert_chartqa, has_calls=False),
+        "virl39k": SourceDataset(convert_virl39k, has_calls=False),
     }
 )
 """Data sets by name, the values of `--source`."""

@@ -5,17 +5,25 @@ are encoded on their own (tool answers, later user turns), and sampled tokens ar
 again. Special tokens in encoded text or messages become plain text, so that a tool's answer cannot
 end a turn. Sampled tags such as `<think>` survive decoding if the tokenizer does not declare them
 special.
+
+An image of a message is a part of its content (`types.records.Message`). The template writes one
+placeholder for it, which is expanded to one for each feature; text never becomes a placeholder.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
 from mega_agentrl.types.records import Message
+from mega_agentrl.vision.placeholders import expand_placeholders, image_parts
+from mega_agentrl.vision.processor import ImageTokens, has_vision_tower
 
 _TOKENIZER_CLASSES = {
     "TokenizersBackend": "PreTrainedTokenizerFast",
@@ -48,8 +56,9 @@ class ChatTemplate:
     that merges inside of the template's text are not affected.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, image_tokens: ImageTokens | None = None) -> None:
         self._tokenizer = tokenizer
+        self._image_tokens = image_tokens
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special}
         texts = special | {str(token) for token in tokenizer.all_special_tokens}
@@ -64,12 +73,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
     ) -> list[int]:
         """Return the ids of the conversation, by default followed by the generation prompt."""
+        self._check_images(messages)
         replaced, text_by_placeholder = self._replace_special_tokens(messages)
         text = self._render(replaced, tools, add_generation_prompt=add_generation_prompt)
-        return self._encode_rendered(text, text_by_placeholder)
+        return self._expand_images(self._encode_rendered(text, text_by_placeholder), messages)
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
+        self._check_images(messages)
         replaced, text_by_placeholder = self._replace_special_tokens(messages)
         text = self._render((*_BASE_CONVERSATION, *replaced), None, add_generation_prompt=True)
         eos = str(self._tokenizer.eos_token)
@@ -81,7 +92,8 @@ class ChatTemplate:
                 f"{messages[0]['role'] if messages else '(none)'}; probable cause: it drops "
                 "earlier turns, or the tokenizer's eos_token is not what ends a turn"
             )
-        return self._encode_rendered(tail[tail.index(eos) + len(eos) :], text_by_placeholder)
+        ids = self._encode_rendered(tail[tail.index(eos) + len(eos) :], text_by_placeholder)
+        return self._expand_images(ids, messages)
 
     def turn_end_text(self) -> str:
         """Return what the template writes after the text of the last assistant turn."""
@@ -96,16 +108,50 @@ class ChatTemplate:
         Returns:
             The messages, and the replaced special token of each placeholder.
         """
-        contents = [str(message.get("content", "")) for message in messages]
+        contents = [text for message in messages for text in _content_texts(message)]
         special = [text for text in self._special_tokens if any(text in part for part in contents)]
         text_by_placeholder = dict(zip(_unused_placeholders(contents), special, strict=False))
+
+        def replace_in(text: str) -> str:
+            text = _replace_lone_surrogates(text)
+            for placeholder, special_text in text_by_placeholder.items():
+                text = text.replace(special_text, placeholder)
+            return text
+
         replaced: list[Message] = []
-        for message, content in zip(messages, contents, strict=True):
-            content = _replace_lone_surrogates(content)
-            for placeholder, text in text_by_placeholder.items():
-                content = content.replace(text, placeholder)
-            replaced.append({**message, "content": content})
+        for message in messages:
+            content = message.get("content", "")
+            if isinstance(content, list):
+                parts = [_template_part(part, replace_in) for part in content]
+                replaced.append({**message, "content": parts})
+            else:
+                replaced.append({**message, "content": replace_in(str(content))})
         return replaced, text_by_placeholder
+
+    @property
+    def renders_images(self) -> bool:
+        """Whether the template writes a placeholder for an image of a message."""
+        probe = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}
+        try:
+            text = self._render([probe], None, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError):
+            return False
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._image_tokens is not None and ids.count(self._image_tokens.image_id) == 1
+
+    def _check_images(self, messages: Sequence[Message]) -> None:
+        """Raise `ValueError` for images in messages to a model of text."""
+        if self._image_tokens is None and (images := image_parts(messages)):
+            raise ValueError(
+                f"chat messages: got {len(images)} images, expected text only; probable cause: "
+                "model.path is a model without a vision tower (its config.json has no "
+                "image_token_id)"
+            )
+
+    def _expand_images(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
+        if self._image_tokens is None:
+            return token_ids
+        return expand_placeholders(token_ids, image_parts(messages), self._image_tokens.image_id)
 
     def _encode_rendered(self, text: str, text_by_placeholder: Mapping[str, str]) -> list[int]:
         """Encode rendered text; placeholders become the plain text they stand for."""
@@ -141,6 +187,21 @@ class ChatTemplate:
         return str(text)
 
 
+def _content_texts(message: Message) -> list[str]:
+    """Return the texts of a message's content."""
+    content = message.get("content", "")
+    if not isinstance(content, list):
+        return [str(content)]
+    return [part["text"] for part in content if part["type"] == "text"]
+
+
+def _template_part(part: Mapping[str, Any], replace_in: Callable[[str], str]) -> dict[str, Any]:
+    """Return a part of a message's content as templates expect it."""
+    if part["type"] == "image":
+        return {"type": "image"}
+    return {"type": "text", "text": replace_in(part["text"])}
+
+
 def _unused_placeholders(texts: Sequence[str]) -> Iterator[str]:
     """Yield private-use characters that occur in none of the texts."""
     characters = map(chr, _PRIVATE_USE_CODEPOINTS)
@@ -148,7 +209,12 @@ def _unused_placeholders(texts: Sequence[str]) -> Iterator[str]:
 
 
 class HFCodec:
-    """A `ChatCodec` over a Hugging Face tokenizer folder, whose absolute path is `folder`."""
+    """A `ChatCodec` over a Hugging Face tokenizer folder.
+
+    Attributes:
+        folder: Absolute path of the folder.
+        image_tokens: Special tokens of images; None for a model of text.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
@@ -164,7 +230,11 @@ class HFCodec:
                 f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
                 "an assistant turn; set eos_token in tokenizer_config.json"
             )
-        self._chat_template = ChatTemplate(self._tokenizer)
+        self.image_tokens = _read_image_tokens(path, self._tokenizer)
+        self._chat_template = ChatTemplate(self._tokenizer, self.image_tokens)
+        if self.image_tokens is not None and not self._chat_template.renders_images:
+            # Older folders have the template with images only where the processor reads it.
+            self._tokenizer.chat_template = _processor_chat_template(path)
         self.folder = str(path.resolve())
 
     @property
@@ -270,6 +340,35 @@ def _tokenizer_class_name(folder: Path) -> str | None:
         case "qwen2":
             # Folders of this type may name a wrong class, which `AutoTokenizer` overrides.
             return "Qwen2Tokenizer"
-        case "llama" | "qwen3" | "qwen3_moe":
+        case "llama" | "qwen3" | "qwen3_moe" | "qwen2_5_vl" | "qwen3_vl":
             return name
     return None
+
+
+def _processor_chat_template(folder: Path) -> str:
+    """Return the template in chat_template.json, which older processors read."""
+    expected = "a chat template that renders images, in the tokenizer's files or chat_template.json"
+    settings = read_json(folder / "chat_template.json", "model.path", expected)
+    return str(settings.get("chat_template"))
+
+
+def _read_image_tokens(folder: Path, tokenizer: Any) -> ImageTokens | None:
+    """Return the image tokens of a vision-language model's folder, None for any other.
+
+    Raises:
+        ConfigError: one of them is an ordinary token, which text could contain.
+    """
+    if not has_vision_tower(folder):
+        return None
+    tokens = ImageTokens.from_folder(folder)
+    added = tokenizer.added_tokens_decoder
+    for token_id in tokens.all_ids:
+        if token_id not in added or not added[token_id].special:
+            raise ConfigError(
+                "model.path",
+                str(folder),
+                f"a tokenizer that declares token {token_id} special, which config.json names as a "
+                "token of images",
+                "tokenizer and config.json of different models",
+            )
+    return tokens

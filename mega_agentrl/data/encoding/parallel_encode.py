@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
+from mega_agentrl.types.images import ImageInput
+from mega_agentrl.vision.placeholders import content_parts
 
 if TYPE_CHECKING:
     from mega_agentrl.types.protocols import ChatCodec
@@ -81,7 +83,10 @@ def encode_conversations(
 def encode_chunk(folder: str, chunk: Sequence[ConversationWithTools]) -> list[list[int]]:
     """Tokenize a chunk in a worker process, with the tokenizer in `folder`."""
     codec = _load_codec(folder)
-    return [_encode_conversation(codec, messages, schemas) for messages, schemas in chunk]
+    return [
+        _encode_conversation(codec, [_restore_images(message) for message in messages], schemas)
+        for messages, schemas in chunk
+    ]
 
 
 @cache
@@ -102,12 +107,46 @@ def _iter_chunks(
     num_chars = 0
     for conversation in conversations:
         messages, schemas = conversation
-        size = sum(len(message["content"]) for message in messages)
+        messages = [_describe_images(message) for message in messages]
+        size = sum(
+            len(part.get("text", ""))
+            for message in messages
+            for part in content_parts(message["content"])
+        )
         size += sum(len(json.dumps(schema)) for schema in schemas)
         if chunk and (len(chunk) == _CHUNK_ROWS or num_chars + size > _CHUNK_CHARS):
             yield chunk
             chunk, num_chars = [], 0
-        chunk.append(conversation)
+        chunk.append((messages, schemas))
         num_chars += size
     if chunk:
         yield chunk
+
+
+def _describe_images(message: Message) -> Message:
+    """Return the message with images as JSON values, as far as they decide the tokens."""
+    if not isinstance(message["content"], list):
+        return message
+    parts = [
+        {**part, "image": [part["image"].grid_thw, part["image"].merge_size]}
+        if part["type"] == "image"
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _restore_images(message: Message) -> Message:
+    """Return the message with images that have the number of tokens of the original ones."""
+    if not isinstance(message["content"], list):
+        return message
+    return {**message, "content": [_restore_image(part) for part in message["content"]]}
+
+
+def _restore_image(part: dict[str, Any]) -> dict[str, Any]:
+    if part["type"] != "image":
+        return part
+    (frames, rows, columns), merge_size = part["image"]
+    grid = (frames, rows, columns)
+    image = ImageInput(image_id="", width=0, height=0, grid_thw=grid, merge_size=merge_size)
+    return {**part, "image": image}

@@ -63,12 +63,13 @@ def value_names() -> tuple[str, ...]:
 def make_split_inventories(seed: int) -> dict[Split, SplitInventory]:
     """Assign every entity and operand to exactly one split."""
     rng = random.Random(f"toolqa names {seed}")
-    entities = _split_items(entity_names(), rng)
-    operands = _split_items(OPERANDS, rng)
+    entities = split_items(entity_names(), rng)
+    operands = split_items(OPERANDS, rng)
     return {split: SplitInventory(entities[split], operands[split]) for split in Split}
 
 
-def _split_items(items: tuple[ItemT, ...], rng: random.Random) -> dict[Split, tuple[ItemT, ...]]:
+def split_items(items: tuple[ItemT, ...], rng: random.Random) -> dict[Split, tuple[ItemT, ...]]:
+    """Assign every item to exactly one split."""
     shuffled = rng.sample(items, len(items))
     by_split: dict[Split, tuple[ItemT, ...]] = {}
     start = 0

@@ -27,6 +27,8 @@ class GeneratedTask(StrEnum):
     """Requests that need one function call, several, or none (`data.calls`)."""
     orders = "orders"
     """A game: questions to a simulated customer, then an order (`data.orders`)."""
+    vision = "vision"
+    """Questions about pictures, with a tool that zooms in (`data.vision_qa`)."""
 
     @property
     def output_files(self) -> tuple[str, ...]:
@@ -35,6 +37,7 @@ class GeneratedTask(StrEnum):
             GeneratedTask.toolqa: ("corpus.jsonl",),
             GeneratedTask.calls: (),
             GeneratedTask.orders: ("interaction.yaml",),
+            GeneratedTask.vision: ("model/preprocessor_config.json",),
         }
         return (
             *task_files[self],
@@ -66,6 +69,8 @@ class TaskSettings:
     """Maximum number of tokens."""
     num_layers: int = 2
     hidden_size: int = 128
+    blank_images: bool = False
+    """Whether the pictures of the task `vision` show nothing, to test that runs read pictures."""
 
     @property
     def split_sizes(self) -> dict[Split, int]:
@@ -78,8 +83,10 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in ("task", "seed") and value < 1:
+            if name not in ("task", "seed", "blank_images") and value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
+        if self.blank_images and self.task is not GeneratedTask.vision:
+            raise ValueError(f"blank_images: expected task=vision, got {self.task} without images")
 
 
 def is_written(folder: Path, settings: TaskSettings) -> bool:

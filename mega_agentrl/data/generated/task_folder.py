@@ -1,8 +1,8 @@
 """Writes the folder of a generated task: data in the RL format, demonstrations and a tiny model.
 
 The writer creates `train.parquet`, `dev.parquet`, `validation.parquet`, `demonstrations.parquet`,
-`model/` (a small random Qwen3 with its tokenizer), and finally the stamp (`settings`). A task
-writes its further files before that.
+`model/` (a small random Qwen3, or Qwen2.5-VL, with its tokenizer), and finally the stamp
+(`settings`). A task writes its further files before that.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from mega_agentrl.data.generated.settings import TaskSettings, remove_stamp, write_stamp
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary, train_tokenizer
+from mega_agentrl.data.generated.vision_model import make_vision_model, write_preprocessor_config
 
 if TYPE_CHECKING:
     from mega_agentrl.data.generated.entity_splits import Split
@@ -61,6 +62,7 @@ def write_task_folder(folder: Path, settings: TaskSettings, content: TaskContent
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
         seed=settings.seed,
+        has_images=content.vocabulary.has_images,
     )
     write_stamp(folder, settings)
 
@@ -76,8 +78,11 @@ def write_model(
     num_layers: int,
     hidden_size: int,
     seed: int,
+    has_images: bool = False,
 ) -> None:
-    """Write a tiny Qwen3 with random weights: config, weights, tokenizer and chat template.
+    """Write a tiny model with random weights: config, weights, tokenizer and chat template.
+
+    It is a Qwen3, or with images a Qwen2.5-VL.
 
     Raises:
         ValueError: `hidden_size` does not give an even number of heads.
@@ -88,28 +93,34 @@ def write_model(
             f"hidden_size={hidden_size}: expected a multiple of {2 * HEAD_DIM}, because heads are "
             f"{HEAD_DIM} wide and two share a key-value head"
         )
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2,
-        head_dim=HEAD_DIM,
-        max_position_embeddings=1024,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        initializer_range=hidden_size**-0.5 / 2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="float32",
-    )
+    text_config = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "initializer_range": hidden_size**-0.5 / 2,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "float32",
+    }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
+        model = (
+            make_vision_model(text_config, tokenizer)
+            if has_images
+            else Qwen3ForCausalLM(Qwen3Config(**text_config))
+        )
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if has_images:
+        write_preprocessor_config(folder)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
 PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Placeholder of an image, of a video, and the tokens around one, as Qwen's models have them."""
+IMAGE_MARKER = "<image>"
+"""Text that stands for the next image of a row."""
 
 # TOOL stands for `TaskVocabulary.tool_template`.
 CHAT_TEMPLATE = """\
@@ -34,7 +38,13 @@ CHAT_TEMPLATE = """\
 {{- '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}{% else %}
+{%- for part in message.content %}
+{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else %}{{- part.text }}{% endif %}
+{%- endfor %}
+{%- endif %}{{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
@@ -52,6 +62,14 @@ class TaskVocabulary:
     """Syllables that become a token without a space."""
     tool_template: str = "{{- tool | tojson }}"
     """Jinja text by which the chat template shows the schema `tool`."""
+    has_images: bool = False
+    """Whether the tokenizer has `IMAGE_TOKENS`."""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens that only the chat template writes."""
+        images = IMAGE_TOKENS if self.has_images else ()
+        return (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN, *images)
 
 
 def train_tokenizer(
@@ -67,9 +85,7 @@ def train_tokenizer(
     )
     tokenizer.decoder = decoders.ByteLevel()
     added = [AddedToken(text, special=False, normalized=False) for text in vocabulary.tokens]
-    special = [
-        AddedToken(text, special=True) for text in (PAD_TOKEN, TURN_START_TOKEN, TURN_END_TOKEN)
-    ]
+    special = [AddedToken(text, special=True) for text in vocabulary.special_tokens]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(added),
         special_tokens=special,
@@ -82,7 +98,9 @@ def train_tokenizer(
         tokenizer_object=tokenizer,
         eos_token=TURN_END_TOKEN,
         pad_token=PAD_TOKEN,
-        additional_special_tokens=[TURN_START_TOKEN],
+        additional_special_tokens=[
+            text for text in vocabulary.special_tokens if text not in (PAD_TOKEN, TURN_END_TOKEN)
+        ],
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
     )
@@ -102,4 +120,5 @@ def _iter_training_text(
     for messages in dialogues:
         for message in messages:
             yield message["role"]
-            yield names.sub(" ", added.sub("\n", message["content"]))
+            text = message["content"].replace(IMAGE_MARKER, "\n")
+            yield names.sub(" ", added.sub("\n", text))

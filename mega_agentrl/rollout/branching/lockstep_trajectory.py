@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
+from mega_agentrl.rollout.images import check_answers
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
     FinishReason,
@@ -116,6 +117,9 @@ class LockstepTrajectory:
                 self._tool_session = self._context.tools.open_session()
                 created = self._tool_session.create(self._prompt.tools_kwargs)
                 await self._spans.trace_wait("tools", created)
+                if self._prompt.images:
+                    images = [placed.image for placed in self._prompt.images]
+                    self._tool_session.show_images(images)
             else:
                 assert self.parent._tool_session is not None
                 self._tool_session = await self._spans.trace_wait(
@@ -160,6 +164,8 @@ class LockstepTrajectory:
         assert self.pending_call is not None and self._tool_session is not None
         work = self._tool_session.execute(self.pending_call.tool, self.pending_call.arguments)
         outcome = await self._spans.trace_tool_call(self.pending_call.tool, work)
+        # Its answers are cut to length afterwards, which images do not permit.
+        (outcome,) = await check_answers(None, [outcome])
         if outcome.status is ToolStatus.infra_error or not outcome.answer:
             outcome = replace(outcome, answer=f"Tool({outcome.tool}) returned empty output.")
         text = self._context.tools.render_outcome(outcome)

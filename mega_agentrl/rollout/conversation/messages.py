@@ -13,14 +13,16 @@ a missing end of the last turn.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import TemplateCheck
 from mega_agentrl.types.records import Role
+from mega_agentrl.vision.placeholders import content_parts, split_at_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
+    from mega_agentrl.types.images import ImageInput
     from mega_agentrl.types.protocols import ChatCodec
     from mega_agentrl.types.records import Message, Prompt, ToolOutcome, Turn
 
@@ -31,10 +33,10 @@ TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """Well-formed tool names; the policy may make up others."""
 
 
-def tool_message(outcome: ToolOutcome, text: str) -> Message:
-    """Return the message of a tool answer; a malformed tool name is left out."""
+def tool_message(outcome: ToolOutcome, content: Any) -> Message:
+    """Return the message of a tool answer, a text or parts; a malformed name is left out."""
     name = {"name": outcome.tool} if TOOL_NAME_PATTERN.fullmatch(outcome.tool) else {}
-    return {"role": "tool", **name, "content": text}
+    return {"role": "tool", **name, "content": content}
 
 
 def user_message(text: str) -> Message:
@@ -42,15 +44,19 @@ def user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def build_messages(prompt: Prompt, turns: Sequence[Turn], *, in_chat: bool) -> list[Message]:
+def build_messages(
+    prompt: Prompt, turns: Sequence[Turn], images: Sequence[ImageInput] = (), *, in_chat: bool
+) -> list[Message]:
     """Return the conversation so far; hidden outcomes, which have no text, are left out.
 
     Args:
         prompt: The prompt, whose messages come first.
         turns: The turns of the response.
+        images: The images of the response, in order; their labels in texts become parts.
         in_chat: Whether tools answer in chat messages (`ToolProvider.uses_tool_messages`).
     """
     messages = [dict(message) for message in prompt.messages]
+    remaining = iter(images)
     continues_assistant = False
     for turn in turns:
         if turn.outcome is not None and not turn.text:
@@ -60,14 +66,28 @@ def build_messages(prompt: Prompt, turns: Sequence[Turn], *, in_chat: bool) -> l
             continues_assistant = False
         elif turn.role is Role.tool and in_chat:
             assert turn.outcome is not None
-            messages.append(tool_message(turn.outcome, turn.text))
+            messages.append(tool_message(turn.outcome, _turn_content(turn, remaining)))
             continues_assistant = False
         elif continues_assistant:
-            messages[-1]["content"] += turn.text
+            content = _turn_content(turn, remaining)
+            messages[-1]["content"] = _join_contents(messages[-1]["content"], content)
         else:
             messages.append({"role": "assistant", "content": turn.text})
             continues_assistant = True
     return messages
+
+
+def _turn_content(turn: Turn, images: Iterator[ImageInput]) -> Any:
+    """Return the text of a turn, or its parts if it has images, which are taken from `images`."""
+    if turn.outcome is None or not turn.outcome.images:
+        return turn.text
+    return split_at_labels(turn.text, [next(images) for _ in turn.outcome.images])
+
+
+def _join_contents(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    return [*content_parts(first), *content_parts(second)]
 
 
 def template_drift(
@@ -76,18 +96,19 @@ def template_drift(
     turns: Sequence[Turn],
     codec: ChatCodec,
     mode: TemplateCheck,
+    images: Sequence[ImageInput] = (),
     *,
     in_chat: bool,
 ) -> str:
     """Describe the first difference between a trajectory and the chat template's rendering.
 
     The description contains the difference and the text before it; it is empty if there is none.
-    With the mode `ignore_strippable` white space does not count. `in_chat` says whether tools
-    answer in chat messages.
+    With the mode `ignore_strippable` white space does not count. `images` are those of the
+    response, and `in_chat` says whether tools answer in chat messages.
     """
     if mode is TemplateCheck.off:
         return ""
-    messages = build_messages(prompt, turns, in_chat=in_chat)
+    messages = build_messages(prompt, turns, images, in_chat=in_chat)
     ends_in_assistant_turn = messages[-1]["role"] == "assistant"
     rendered_ids = codec.apply_chat_template(
         messages, prompt.tool_schemas or None, add_generation_prompt=not ends_in_assistant_turn

@@ -62,28 +62,31 @@ def truncate_to_fit(
     outcomes: Sequence[ToolOutcome],
     room: int,
     write: Callable[[Sequence[ToolOutcome]], tuple[list[int], list[str]]],
+    num_image_tokens: int = 0,
 ) -> tuple[list[int], list[str]] | None:
     """Encode outcomes, truncating answers so that at least one more token fits.
 
     Answers that do not fit are truncated, all to the same number of characters, until the whole
-    takes at most half of the room.
+    takes at most half of the room that images leave. Images are never cut.
 
     Args:
         outcomes: The outcomes of one turn.
         room: Number of tokens left.
         write: Encodes outcomes as token ids and one text per outcome.
+        num_image_tokens: Number of tokens of the outcomes' images.
 
     Returns:
         The result of `write`, or None if even empty answers do not fit.
     """
+    room -= num_image_tokens
     limit, num_chars = room - 1, max(len(outcome.answer) for outcome in outcomes)
     if num_chars > MAX_CHARS_PER_TOKEN * max(1, room):
         limit, num_chars = room // 2, MAX_CHARS_PER_TOKEN * max(1, room)
         outcomes = _truncate(outcomes, num_chars)
     token_ids, texts = write(outcomes)
-    while len(token_ids) > limit:
+    while (num_text_tokens := len(token_ids) - num_image_tokens) > limit:
         limit = room // 2
-        num_chars = min(num_chars - 1, num_chars * limit // len(token_ids))
+        num_chars = min(num_chars - 1, num_chars * limit // num_text_tokens)
         if num_chars < 1:
             return None
         token_ids, texts = write(_truncate(outcomes, num_chars))

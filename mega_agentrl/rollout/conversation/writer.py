@@ -2,8 +2,9 @@
 
 With the tag protocol tool answers continue the assistant's turn. Otherwise they are, like user
 messages, chat messages after it: the text that the chat template puts between two assistant turns,
-ending in the generation prompt. A turn without its end-of-turn token gets one first. All of these
-tokens have loss mask 0.
+ending in the generation prompt. A turn without its end-of-turn token gets one first. Images of an
+answer come before its text; the text of the turn has labels in their place. All of these tokens
+have loss mask 0.
 
 With `rollout.use_inference_chat_template` the next turn is sampled after the template's rendering
 of the whole conversation, and the trajectory records a `ContextReset`.
@@ -12,7 +13,8 @@ of the whole conversation, and the trajectory records a `ContextReset`.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.conversation.messages import (
     build_messages,
@@ -23,6 +25,7 @@ from mega_agentrl.rollout.conversation.messages import (
 from mega_agentrl.rollout.conversation.tool_calls import truncate_to_fit
 from mega_agentrl.types.protocols import ChatCodec
 from mega_agentrl.types.records import Role
+from mega_agentrl.vision.placeholders import content_text, image_label, split_at_labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
     from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
+    from mega_agentrl.types.images import ImageInput
+    from mega_agentrl.types.protocols import ImageLoader
     from mega_agentrl.types.records import Message, Prompt, ToolOutcome
 
     OutcomeEncoder = Callable[[Sequence[ToolOutcome]], tuple[list[int], list[str]]]
@@ -54,9 +59,11 @@ class ConversationWriter:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far."""
-        in_chat = self._context.tools.uses_tool_messages
-        return build_messages(self._prompt, self._token_buffer.turns, in_chat=in_chat)
+        """The conversation so far as texts, with labels for images."""
+        return [
+            {**message, "content": content_text(message["content"])}
+            for message in self._messages_with_images()
+        ]
 
     def write_tool_answers(self, outcomes: Sequence[ToolOutcome], *, ended: bool) -> bool:
         """Append the answers to the calls of one turn, each as a turn of its own.
@@ -72,9 +79,12 @@ class ConversationWriter:
             return self._write_turns(Role.tool, outcomes, self._encode_inline)
 
         def encode_as_messages(shown: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
-            texts = [self._context.tools.render_outcome(outcome) for outcome in shown]
-            pairs = zip(shown, texts, strict=True)
-            return self._encode_next_turn([tool_message(*pair) for pair in pairs], ended), texts
+            texts = [self._render(outcome) for outcome in shown]
+            messages = [
+                tool_message(outcome, self._split(outcome, text) if outcome.images else text)
+                for outcome, text in zip(shown, texts, strict=True)
+            ]
+            return self._encode_next_turn(messages, ended), texts
 
         return self._write_turns(Role.tool, outcomes, encode_as_messages)
 
@@ -118,6 +128,7 @@ class ConversationWriter:
             turns,
             self._codec,
             context.config.template_check,
+            [placed.image for placed in self._token_buffer.images],
             in_chat=context.tools.uses_tool_messages,
         )
         if drift and "template" not in context.emitted_warnings:
@@ -133,24 +144,67 @@ class ConversationWriter:
     def _write_turns(
         self, role: Role, outcomes: Sequence[ToolOutcome], write: OutcomeEncoder
     ) -> bool:
-        fitting = truncate_to_fit(outcomes, self._turn_generator.num_tokens_left, write)
+        images = [image for outcome in outcomes for image in self._images(outcome)]
+        num_image_tokens = sum(image.num_tokens for image in images)
+        room = self._turn_generator.num_tokens_left
+        fitting = truncate_to_fit(outcomes, room, write, num_image_tokens)
         if fitting is None:
             self.write_hidden_outcomes(outcomes, role)
             return False
         token_ids, texts = fitting
         for outcome, text in zip(outcomes[:-1], texts[:-1], strict=True):
             self._token_buffer.append_observation((), text, outcome, role)
-        self._token_buffer.append_observation(token_ids, texts[-1], outcomes[-1], role)
+        placed = self._image_loader.locate(token_ids, images) if images else ()
+        self._token_buffer.append_observation(token_ids, texts[-1], outcomes[-1], role, placed)
         if self._context.config.use_inference_chat_template and write != self._encode_inline:
-            tools = self._prompt.tool_schemas or None
-            self._turn_generator.replace_context(
-                self._codec.apply_chat_template(self.messages, tools)
-            )
+            self._replace_context()
         return True
 
+    def _replace_context(self) -> None:
+        """Continue after the template's rendering of the whole conversation."""
+        tools = self._prompt.tool_schemas or None
+        token_ids = self._codec.apply_chat_template(self._messages_with_images(), tools)
+        images = [placed.image for placed in (*self._prompt.images, *self._token_buffer.images)]
+        placed = self._image_loader.locate(token_ids, images) if images else ()
+        self._turn_generator.replace_context(token_ids, placed)
+
+    def _messages_with_images(self) -> list[Message]:
+        images = [placed.image for placed in self._token_buffer.images]
+        in_chat = self._context.tools.uses_tool_messages
+        return build_messages(self._prompt, self._token_buffer.turns, images, in_chat=in_chat)
+
     def _encode_inline(self, outcomes: Sequence[ToolOutcome]) -> tuple[list[int], list[str]]:
-        texts = [self._context.tools.render_outcome(outcome) for outcome in outcomes]
-        return self._context.codec.encode("".join(texts)), texts
+        encode = self._context.codec.encode
+        texts = [self._render(outcome) for outcome in outcomes]
+        if not any(outcome.images for outcome in outcomes):
+            return encode("".join(texts)), texts
+        token_ids: list[int] = []
+        for outcome, text in zip(outcomes, texts, strict=True):
+            for part in self._split(outcome, text):
+                if part["type"] == "text":
+                    token_ids += encode(part["text"])
+                else:
+                    token_ids += self._image_loader.placeholder_ids(part["image"])
+        return token_ids, texts
+
+    def _render(self, outcome: ToolOutcome) -> str:
+        """Return the text of an outcome, with labels of its images before the answer."""
+        labels = "".join(image_label(image) for image in self._images(outcome))
+        if labels:
+            outcome = replace(outcome, answer=labels + outcome.answer)
+        return self._context.tools.render_outcome(outcome)
+
+    def _split(self, outcome: ToolOutcome, text: str) -> list[dict[str, Any]]:
+        return split_at_labels(text, self._images(outcome))
+
+    def _images(self, outcome: ToolOutcome) -> list[ImageInput]:
+        return [self._image_loader.measure(data) for data in outcome.images]
+
+    @property
+    def _image_loader(self) -> ImageLoader:
+        loader = self._context.images
+        assert loader is not None, "images in an answer to a model of text"
+        return loader
 
     def _encode_next_turn(self, messages: Sequence[Message], ended: bool) -> list[int]:
         codec = self._codec

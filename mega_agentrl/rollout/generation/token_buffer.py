@@ -10,11 +10,13 @@ from array import array
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.types.images import images_within
 from mega_agentrl.types.records import Role, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.records import Generation, ToolOutcome
 
 NO_ARGMAX = -1
@@ -33,6 +35,8 @@ class TokenBuffer:
     turn_ids: list[int] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     argmax_ids: array[int] = field(default_factory=lambda: array("i"))
+    images: tuple[PlacedImage, ...] = ()
+    """Images among the tokens, in order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -67,12 +71,14 @@ class TokenBuffer:
         text: str,
         outcome: ToolOutcome,
         role: Role = Role.tool,
+        images: Sequence[PlacedImage] = (),
     ) -> Turn:
         """Append a message of a tool or user as a turn with loss mask, log-prob and entropy 0.
 
         A turn without tokens records an outcome that the policy is not shown; only such a turn may
-        come first.
+        come first. The starts of `images` count `token_ids`.
         """
+        self.images += tuple(placed.shifted(len(self)) for placed in images)
         self.token_ids.extend(token_ids)
         self.logps.extend([0.0] * len(token_ids))
         self.entropies.extend([0.0] * len(token_ids))
@@ -83,7 +89,11 @@ class TokenBuffer:
         return self._append_turn(role, text, outcome)
 
     def prefix(self, length: int) -> TokenBuffer:
-        """Return a copy of the first `length` tokens and of the turns within them."""
+        """Return a copy of the first `length` tokens and of the turns and images within them.
+
+        Raises:
+            ValueError: the prefix ends within an image.
+        """
         return TokenBuffer(
             token_ids=self.token_ids[:length],
             loss_mask=self.loss_mask[:length],
@@ -93,6 +103,7 @@ class TokenBuffer:
             turn_ids=self.turn_ids[:length],
             turns=[turn for turn in self.turns if turn.stop <= length],
             argmax_ids=self.argmax_ids[:length],
+            images=images_within(self.images, length),
         )
 
     def record_fields(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
+    from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import Generator
     from mega_agentrl.types.records import Generation, Prompt
 
@@ -89,10 +90,13 @@ class TurnGenerator:
             return left
         return min(left, self._context.max_model_len - len(self._context_ids()))
 
-    def replace_context(self, token_ids: Sequence[int]) -> None:
-        """Continue after `token_ids` instead of prompt and response so far."""
+    def replace_context(
+        self, token_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()
+    ) -> None:
+        """Continue after `token_ids`, with these images, instead of prompt and response so far."""
+        start = len(self._token_buffer)
         self.context_resets += (
-            ContextReset(start=len(self._token_buffer), token_ids=tuple(token_ids)),
+            ContextReset(start=start, token_ids=tuple(token_ids), images=images),
         )
 
     async def sample(self, max_tokens: int) -> FinishReason:
@@ -110,6 +114,9 @@ class TurnGenerator:
         """Run the next request of the turn, and abort it on cancellation.
 
         Greedy requests have no seed.
+
+        Raises:
+            ToolSessionError: an image of the context cannot be loaded.
         """
         context = self._context
         turn = len(self._token_buffer.turns)
@@ -128,6 +135,7 @@ class TurnGenerator:
             seed=seed if context.temperature else None,
             stop=context.tools.stop_strings,
             num_top_logps=num_top_logps,
+            images=await self._context_images(),
         )
         work = _generate_or_abort(context.generator, request)
         return await self.spans.trace_generate(request, work)
@@ -158,6 +166,20 @@ class TurnGenerator:
             return (*self._prompt.token_ids, *self._token_buffer.token_ids)
         last = self.context_resets[-1]
         return (*last.token_ids, *self._token_buffer.token_ids[last.start :])
+
+    async def _context_images(self) -> tuple[PlacedImage, ...]:
+        """Return the images before the next token, with their pixels."""
+        prompt, images = self._prompt, self._token_buffer.images
+        first, start, offset = prompt.images, 0, len(prompt.token_ids)
+        if self.context_resets:
+            last = self.context_resets[-1]
+            first, start, offset = last.images, last.start, len(last.token_ids) - last.start
+        if not first and not images:
+            return ()
+        placed = (*first, *(item.shifted(offset) for item in images if item.start >= start))
+        loader = self._context.images
+        assert loader is not None, f"{self.trajectory_id}: images without a loader"
+        return await loader.load(placed)
 
 
 async def _generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:

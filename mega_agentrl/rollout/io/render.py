@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.io.nodes import format_path
 from mega_agentrl.types.records import Role
+from mega_agentrl.vision.placeholders import content_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def render_tree(tree: RolloutTree) -> str:
 
 def _question_lines(prompt: Prompt) -> list[str]:
     """Render the question and the ground truth."""
-    question = str(prompt.messages[-1]["content"]) if prompt.messages else ""
+    question = content_text(prompt.messages[-1]["content"]) if prompt.messages else ""
     truth = prompt.ground_truth
     return [
         f"question {prompt.prompt_id}: {question}".translate(_CONTROL_CHAR_ESCAPES),

@@ -13,6 +13,10 @@ that float32 needs, under ``f4``; others with full precision. Every number is re
 Values annotated as `Any` are not: a tuple returns as a list, and a value without a JSON form as
 text.
 
+Images are written once beside the files, into the folder `images`, under their ids: as they are if
+they are small, otherwise reduced (`image_files`). Lines hold their ids and sizes, and neither
+pixels nor bytes: the images of an outcome are those of its trajectory.
+
 Files are written under a temporary name and renamed when they are complete: a crash loses only the
 step being written, and a reader never sees a partial file.
 """
@@ -26,6 +30,11 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
+from mega_agentrl.rollout.io.image_files import (
+    restore_messages,
+    without_bytes,
+    write_images,
+)
 from mega_agentrl.rollout.io.nodes import (
     NODE_FIELDS,
     TREE_FIELDS,
@@ -109,12 +118,15 @@ _StoredLeaf = _stored_class(Trajectory, NODE_FIELDS, last_node=int | None)
 
 
 def write_trees(path: Path, trees: Sequence[RolloutTree], *, stage: str, step: int) -> None:
-    """Write all trees of one step, replacing an existing file."""
+    """Write all trees of one step, replacing an existing file, and their images beside it."""
+    write_images(path.parent, trees)
     with atomic_path(path, fsync=True) as temporary, temporary.open("w", encoding="utf-8") as file:
         for index, tree in enumerate(trees):
             head = {"format": FORMAT_VERSION, "stage": stage, "step": step}
             head |= {"index": index, "num_trees": len(trees)}
-            line = to_builtins(head | _tree_to_line(to_node_tree(tree)), fallback=str)
+            line = to_builtins(
+                head | _tree_to_line(to_node_tree(without_bytes(tree))), fallback=str
+            )
             # Escaped, because a tool answer may hold a lone surrogate, which is not valid UTF-8.
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
@@ -175,7 +187,7 @@ def _tree_to_line(tree: NodeTree) -> dict[str, Any]:
 
 def _tree_from_line(line: Any, where: str) -> NodeTree:
     tree = NodeTree(
-        prompt=line.prompt,
+        prompt=restore_messages(line.prompt),
         nodes=tuple(
             _unpack_node(node, f"{where}.nodes[{index}]") for index, node in enumerate(line.nodes)
         ),

@@ -36,6 +36,7 @@ from mega_agentrl.report.tree_viewer.embedded_trees import (
     select_trees,
 )
 from mega_agentrl.report.tree_viewer.tree_json import TokenTexts, sampled_entropies, tree_to_json
+from mega_agentrl.rollout.io.image_files import find_image
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees
 from mega_agentrl.train.output.rollout_files import ROLLOUT_DIR, read_advantages
@@ -44,6 +45,8 @@ from mega_agentrl.types.atomic_file import atomic_write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from mega_agentrl.types.records import RolloutTree
 
 REPORT_FILE = "report.html"
 MAX_PAGE_TREE_BYTES = 20_000_000
@@ -151,7 +154,7 @@ class _TreeLoader:
                 label = _tree_file_label(stored.stage, stored.step)
                 if index in selected:
                     tree = to_rollout_tree(stored.tree)
-                    block = embed_tree(index, tree_to_json(tree, self._split_tokens, advantages))
+                    block = embed_tree(index, self._tree_json(tree, path, advantages))
                     if block.num_bytes > self._bytes_left:
                         break
                     self._bytes_left -= block.num_bytes
@@ -184,10 +187,14 @@ class _TreeLoader:
             stored = next(read_trees(path))
         except ValueError:
             return 1.0
-        return (
-            embed_tree(0, tree_to_json(to_rollout_tree(stored.tree), self._split_tokens)).num_bytes
-            / line_bytes
-        )
+        tree = to_rollout_tree(stored.tree)
+        return embed_tree(0, self._tree_json(tree, path)).num_bytes / line_bytes
+
+    def _tree_json(
+        self, tree: RolloutTree, path: Path, advantages: Mapping[str, float] | None = None
+    ) -> dict[str, Any]:
+        find = partial(find_image, path.parent)
+        return tree_to_json(tree, self._split_tokens, advantages, find)
 
 
 def _file_order(path: Path) -> tuple[int, str]:

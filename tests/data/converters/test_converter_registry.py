@@ -68,6 +68,9 @@ SOUND = [
             "extra_info": {"index": 1, "tools_kwargs": {"search": {"create_kwargs": None}}},
         },
     ),
+    ("geometry3k", {"problem": "?", "images": [{"bytes": b"x", "path": "a"}], "answer": "1"}),
+    ("chartqa", {"query": "?", "image": {"path": "a.png"}, "label": ["1"]}),
+    ("virl39k", {"qid": "q", "question": "<image>?", "image": ["a.png"], "answer": "1"}),
 ]
 JUNK = (None, 1, 1.5, True, "", "x", "[1]", "{}", "f(a={[]})", [], {}, [1], [None], [[]], [{}])
 

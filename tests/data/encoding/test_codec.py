@@ -35,7 +35,9 @@ def with_template(folder, template: str) -> HFCodec:
     return codec
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl"]
+)
 @pytest.mark.parametrize(
     "name", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2TokenizerFast"]
 )

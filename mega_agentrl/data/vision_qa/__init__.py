@@ -1,0 +1,1 @@
+"""Generates the vision task: questions about pictures, some of which need a closer look."""

@@ -1,0 +1,152 @@
+"""Images beside tree files, for people and the tree viewer.
+
+Each image is written once, as `images/<image_id>.png` (or the suffix of its format) in the folder
+of the tree files: the file itself if it has at most `MAX_FILE_BYTES`, otherwise a reduced JPEG.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mega_agentrl.types.atomic_file import atomic_path
+from mega_agentrl.vision.loader import ImageLimits, check_image
+from mega_agentrl.vision.placeholders import image_parts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mega_agentrl.types.images import ImageInput, PlacedImage
+    from mega_agentrl.types.records import Message, Prompt, RolloutTree, Trajectory, Turn
+
+FOLDER = "images"
+"""Folder of the images, beside the tree files."""
+MAX_FILE_BYTES = 1 << 16
+"""Size up to which files are copied as they are."""
+MAX_SIDE = 512
+"""Longer side in pixels of a reduced image."""
+
+_log = logging.getLogger(__name__)
+
+
+def find_image(folder: Path, image_id: str) -> Path | None:
+    """Return the file of an image beside the tree files in `folder`, None if it was not written."""
+    return next((folder / FOLDER).glob(f"{image_id}.*"), None)
+
+
+def write_images(folder: Path, trees: Sequence[RolloutTree]) -> None:
+    """Write the images of trees that are not yet in the folder.
+
+    An image whose file has vanished is left out with a warning.
+    """
+    for image in {image.image_id: image for tree in trees for image in _images(tree)}.values():
+        if find_image(folder, image.image_id) is not None:
+            continue
+        try:
+            data, suffix = _small_file(image)
+        except (OSError, ValueError) as error:
+            _log.warning("%r is not written beside the trees: %s", image, error)
+            continue
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        with atomic_path(folder / FOLDER / f"{image.image_id}.{suffix}") as temporary:
+            temporary.write_bytes(data)
+
+
+def without_bytes(tree: RolloutTree) -> RolloutTree:
+    """Return a copy whose images have neither bytes nor pixels; without images, the tree itself."""
+    if next(_images(tree), None) is None:
+        return tree
+    prompt = replace(
+        tree.prompt,
+        images=_strip(tree.prompt.images),
+        messages=tuple(_strip_message(message) for message in tree.prompt.messages),
+    )
+    greedy = tree.greedy_trajectory
+    return replace(
+        tree,
+        prompt=prompt,
+        trajectories=[_strip_trajectory(item, prompt) for item in tree.trajectories],
+        greedy_trajectory=None if greedy is None else _strip_trajectory(greedy, prompt),
+    )
+
+
+def restore_messages(prompt: Prompt) -> Prompt:
+    """Return a prompt, read from a file, with its images as parts of its messages."""
+    if not prompt.images:
+        return prompt
+    images = (placed.image for placed in prompt.images)
+    messages = tuple(
+        {**message, "content": [_restore_part(part, images) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in prompt.messages
+    )
+    return replace(prompt, messages=messages)
+
+
+def _restore_part(part: dict[str, object], images: Iterator[ImageInput]) -> dict[str, object]:
+    return {**part, "image": next(images)} if part["type"] == "image" else part
+
+
+def _images(tree: RolloutTree) -> Iterator[ImageInput]:
+    yield from (placed.image for placed in tree.prompt.images)
+    yield from image_parts(tree.prompt.messages)
+    for trajectory in tree.all_trajectories:
+        yield from (placed.image for placed in trajectory.images)
+
+
+def _strip(images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
+    return tuple(replace(placed, image=_strip_image(placed.image)) for placed in images)
+
+
+def _strip_image(image: ImageInput) -> ImageInput:
+    return replace(image, data=b"", pixels_HWC=None)
+
+
+def _strip_message(message: Message) -> Message:
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        {**part, "image": _strip_image(part["image"])} if part["type"] == "image" else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _strip_trajectory(trajectory: Trajectory, prompt: Prompt) -> Trajectory:
+    resets = tuple(
+        replace(reset, images=_strip(reset.images)) for reset in trajectory.context_resets
+    )
+    return replace(
+        trajectory,
+        prompt=prompt,
+        turns=[_strip_turn(turn) for turn in trajectory.turns],
+        images=_strip(trajectory.images),
+        context_resets=resets,
+    )
+
+
+def _strip_turn(turn: Turn) -> Turn:
+    if turn.outcome is None or not turn.outcome.images:
+        return turn
+    return replace(turn, outcome=replace(turn.outcome, images=()))
+
+
+def _small_file(image: ImageInput) -> tuple[bytes, str]:
+    """Return the bytes and the suffix of the file to write."""
+    from PIL import Image
+
+    data = image.read()
+    kind = check_image(data, repr(image), ImageLimits())
+    if len(data) <= MAX_FILE_BYTES:
+        return data, kind.lower()
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(data)) as file:
+        file.draft("RGB", (MAX_SIDE, MAX_SIDE))
+        reduced = file.convert("RGB")
+    reduced.thumbnail((MAX_SIDE, MAX_SIDE))
+    reduced.save(buffer, format="JPEG")
+    return buffer.getvalue(), "jpeg"
