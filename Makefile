@@ -24,6 +24,7 @@ model: env ## create the tiny model and the data of the smoke run under runs/too
 	@$(PY) tools/make_tiny_model.py --out runs/toolqa
 	@$(if $(findstring experiment=smoke_calls,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/calls --task calls)
 	@$(if $(findstring experiment=smoke_orders,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/orders --task orders)
+	@$(if $(findstring experiment=smoke_vision,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/vision --task vision)
 
 smoke: model ## run the main job on this machine: an agent learns to use its tools
 	@$(PY) -m mega_agentrl experiment=$(EXPERIMENT) $(ARGS)

@@ -1,11 +1,12 @@
-"""Creates the input of a smoke run: a tiny Qwen3 and the data of a generated task.
+"""Creates the input of a smoke run: a tiny model and the data of a generated task.
 
     python tools/make_tiny_model.py --out runs/toolqa --seed 0
     python tools/make_tiny_model.py --out runs/calls --task calls
     python tools/make_tiny_model.py --out runs/orders --task orders
+    python tools/make_tiny_model.py --out runs/vision --task vision
 
 A second call with the same settings does nothing. The work is done by `mega_agentrl.data.toolqa`,
-`mega_agentrl.data.calls` and `mega_agentrl.data.orders`.
+`mega_agentrl.data.calls`, `mega_agentrl.data.orders` and `mega_agentrl.data.vision_qa`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings, is_written
 
@@ -25,8 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     for spec in fields(TaskSettings):
         flag = "--" + spec.name.replace("_", "-")
-        kind = {"type": GeneratedTask, "choices": list(GeneratedTask)}
-        kind = kind if spec.name == "task" else {"type": int}
+        kind: dict[str, Any] = {"type": int}
+        if spec.name == "task":
+            kind = {"type": GeneratedTask, "choices": list(GeneratedTask)}
+        elif spec.name == "blank_images":
+            kind = {"action": "store_true"}
         parser.add_argument(flag, default=spec.default, help=f"default {spec.default}", **kind)
     options = vars(parser.parse_args(arguments))
     folder: Path = options.pop("out")
@@ -50,6 +55,7 @@ def _write(folder: Path, settings: TaskSettings) -> None:
     from mega_agentrl.data.calls.dataset_writer import write_calls_dataset
     from mega_agentrl.data.orders.dataset_writer import write_orders_dataset
     from mega_agentrl.data.toolqa.dataset_writer import write_toolqa_dataset
+    from mega_agentrl.data.vision_qa.dataset_writer import write_vision_dataset
 
     disable_progress_bar()
     match settings.task:
@@ -59,6 +65,8 @@ def _write(folder: Path, settings: TaskSettings) -> None:
             write_calls_dataset(folder, settings)
         case GeneratedTask.orders:
             write_orders_dataset(folder, settings)
+        case GeneratedTask.vision:
+            write_vision_dataset(folder, settings)
 
 
 if __name__ == "__main__":

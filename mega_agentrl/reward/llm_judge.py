@@ -26,6 +26,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_random_exponential
 
 from mega_agentrl.types.errors import RewardError
+from mega_agentrl.vision.placeholders import content_text
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -124,7 +125,9 @@ class LLMJudge:
     ) -> dict[str, Any]:
         truths = (ground_truth,) if isinstance(ground_truth, str) else ground_truth
         fence = f"----- {secrets.token_hex(8)} -----"
-        conversation = "\n".join(f"{message['role']}: {message['content']}" for message in question)
+        conversation = "\n".join(
+            f"{message['role']}: {content_text(message['content'])}" for message in question
+        )
         text = (
             f"The question:\n{conversation}\n\nThe expected answer:\n{' or '.join(truths)}\n\n"
             f"What the assistant wrote:\n{fence}\n{response}\n{fence}\n\nThe number:"

@@ -8,7 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.algorithm_traits import LOSSES
-from mega_agentrl.config.enums import AresMode, Branching, FilterMetric
+from mega_agentrl.config.enums import AresMode, Branching, FilterMetric, Truncation
 from mega_agentrl.config.override_keys import register_schema
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
@@ -95,3 +95,6 @@ def test_ares():
     assert rollout.filter_metric is FilterMetric.accuracy
     assert rollout.filter_range == [0.01, 0.99]
     assert (config.total_epochs, config.evaluate.temperature) == (50, 0.5)
+    assert (config.data.min_pixels, config.data.max_pixels) == (262144, 4194304)
+    assert config.data.truncation is Truncation.drop
+    assert not config.model.freeze_vision

@@ -11,6 +11,7 @@ from mega_agentrl.report.metrics_file import parse_metrics
 from mega_agentrl.report.page.render import ReportPage
 from mega_agentrl.report.tree_viewer.embedded_trees import TreeFileView, embed_tree
 from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
+from mega_agentrl.types.images import PlacedImage
 from tests.rollout.grown_trees import nested_tree
 
 HOSTILE = (
@@ -84,6 +85,19 @@ def hostile_tree():
             )
             for turn in one.turns
         ]
+    return tree
+
+
+def tree_with_images(prompt_image, answer_image):
+    """The tree by hand, with an image in its question and one in its first answer."""
+    tree = nested_tree()
+    parts = [{"type": "image", "image": prompt_image}, {"type": "text", "text": "What is this?"}]
+    placed = (PlacedImage(start=1, image=prompt_image),)
+    messages = ({"role": "user", "content": parts},)
+    tree.prompt = replace(tree.prompt, messages=messages, images=placed)
+    for one in tree.trajectories:
+        one.prompt = tree.prompt
+        one.images = (PlacedImage(start=30, image=answer_image),)
     return tree
 
 

@@ -29,13 +29,13 @@ function makeConversation(host, view, index, most, choose) {
   const conversation = el("div", { class: "conversation card" });
   conversation.append(el("h3", {}, `Conversation of path ${view.paths[index].name}`));
   for (const message of view.question) {
-    conversation.append(el("div", { class: "turn prompt" }, el("div", { class: "who" }, el("b", {}, message.role)), el("div", { class: "words" }, message.text)));
+    conversation.append(el("div", { class: "turn prompt" }, el("div", { class: "who" }, el("b", {}, message.role)), pictures(view, message.images), el("div", { class: "words" }, message.text)));
   }
   for (const part of parts(view, index)) {
     const asked = [...part.path.decisions];
     for (const turn of part.turns) {
       while (asked.length && asked[0].at <= turn.from) conversation.append(decision(view, asked.shift(), choose));
-      conversation.append(spoken(turn, part.isChosen, most));
+      conversation.append(spoken(view, turn, part.isChosen, most));
     }
     while (asked.length && asked[0].at <= part.limit) conversation.append(decision(view, asked.shift(), choose));
     if (part.next) conversation.append(el("div", { class: "event yes" }, el("span", { class: "gem" }, "↳"), `path ${part.next.name} leaves ${part.path.name} here, at token ${part.next.fork}`));
@@ -51,8 +51,8 @@ function makeConversation(host, view, index, most, choose) {
   host.replaceChildren(conversation, facts(view, path));
 }
 
-function spoken(turn, isChosen, most) {
-  if (turn.by !== "assistant") return answered(turn, isChosen);
+function spoken(view, turn, isChosen, most) {
+  if (turn.by !== "assistant") return answered(view, turn, isChosen);
   const words = el("div", { class: "words" });
   words.turn = turn;
   if (turn.pieces) {
@@ -66,7 +66,7 @@ function spoken(turn, isChosen, most) {
   return el("div", { class: `turn${isChosen ? "" : " before"}` }, el("div", { class: "who" }, el("b", {}, "agent"), `${turn.to - turn.from} tokens`, el("span", {}, weights)), words);
 }
 
-function answered(turn, isChosen) {
+function answered(view, turn, isChosen) {
   const call = turn.call, hidden = call && !turn.text.trim();
   const who = el("div", { class: "who" }, el("b", {}, call ? call.tool : turn.by));
   if (call) {
@@ -77,7 +77,17 @@ function answered(turn, isChosen) {
   }
   who.append(el("span", {}, `${turn.to - turn.from} tokens`));
   const words = el("div", { class: `words${hidden ? " quiet" : ""}` }, hidden ? `not shown to the agent: ${call.answer || "(nothing)"}` : turn.text.trim());
-  return el("div", { class: `turn ${turn.by}${call ? ` ${call.status}` : ""}${isChosen ? "" : " before"}` }, who, words);
+  return el("div", { class: `turn ${turn.by}${call ? ` ${call.status}` : ""}${isChosen ? "" : " before"}` }, who, pictures(view, turn.images), words);
+}
+
+// Shows the thumbnails of a message or turn, or the label of an image that has none.
+function pictures(view, numbers) {
+  if (!numbers) return "";
+  return el("div", { class: "pictures" }, numbers.map((number) => {
+    const { label, src } = view.images[number];
+    const isImage = ["png", "jpeg"].some((kind) => src && src.startsWith(`data:image/${kind};base64,`));
+    return el("figure", {}, isImage ? el("img", { src, alt: label }) : "", el("figcaption", {}, label));
+  }));
 }
 
 function decision(view, asked, choose) {

@@ -1,9 +1,9 @@
 """Render the report of a run as one self-contained HTML file.
 
 Charts are rendered here; the scripts in `assets/` draw the tree viewer in the browser. The content
-security policy allows only the page's own script and style sheet, by their hashes, so that text of
-a policy or a tool cannot run, load or send anything. All such text is escaped as well (`html`).
-This module reads no files of a run; `train.output.report_page` does.
+security policy allows only the page's own script and style sheet, by their hashes, and images
+within the page, so that text of a policy or a tool cannot run, load or send anything. All such text
+is escaped as well (`html`). This module reads no files of a run; `train.output.report_page` does.
 """
 
 from __future__ import annotations
@@ -143,10 +143,10 @@ def _read_asset(name: str) -> str:
 
 
 def _content_security_policy(style: str, script: str) -> str:
-    """Return a policy that allows only the inline style and script of the page."""
+    """Return a policy that allows only the inline style, script and images of the page."""
     return (
         f"default-src 'none'; style-src {_csp_hash(style)}; script-src {_csp_hash(script)}; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
 
 

@@ -2,15 +2,18 @@
 
 A shared prefix is stored once, with the path that sampled it. Keys are short to save space::
 
-    {"id", "source", "question": [{"role", "text"}], "truth", "size", "paths": [
+    {"id", "source", "question": [{"role", "text", "images": [0]}], "truth", "size",
+     "images": [{"label": "56 x 28 pixels, 2 tokens", "src": "data:..."}], "paths": [
       {"name": "0.1", "parent": 0, "lane": 1, "fork": 10, "end": 30, "stop": "eos",
        "reward", "correct", "advantage", ..., "decisions": [{"at", "dh", "p", "tau", ...}],
        "turns": [{"by": "assistant", "from": 10, "to": 14, "text": "...",
                   "pieces": ["a", ...], "h": [...], "lp": [...], "v": 3, "sampled": 1},
-                 {"by": "tool", ..., "call": {"tool", "status", "s", ...}}]}]}
+                 {"by": "tool", ..., "call": {"tool", "status", "s", ...}, "images": [1]}]}]}
 
-`h`, `lp`, `v` and `sampled` have one value per token, or a single value if all are equal. Entropies
-and log-probs are rounded to four digits. `page.html.json_for_script` escapes the text.
+The lists `images` of messages and turns count the list of the tree (`thumbnails`); they are absent
+where there are none. `h`, `lp`, `v` and `sampled` have one value per token, or a single value if
+all are equal. Entropies and log-probs are rounded to four digits. `page.html.json_for_script`
+escapes the text.
 
 Lane 0 is at the top. A path is followed by its forks, the latest fork first, each with its own
 forks. The line from a parent down to a fork then crosses no lane that starts before it::
@@ -25,16 +28,22 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.report.tree_viewer.thumbnails import TreeThumbnails
+from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import Role
+from mega_agentrl.vision.placeholders import content_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from mega_agentrl.types.records import (
         BranchDecision,
+        Message,
         Prompt,
         RolloutTree,
         ToolOutcome,
@@ -52,18 +61,25 @@ def tree_to_json(
     tree: RolloutTree,
     split_tokens: Callable[[Sequence[int]], list[str]] | None = None,
     advantages: Mapping[str, float] | None = None,
+    find_image: Callable[[str], Path | None] | None = None,
 ) -> dict[str, Any]:
-    """Convert a tree to plain values, with the advantages by trajectory id.
+    """Convert a tree to plain values.
 
-    `split_tokens` converts [N] token ids to [N] texts; None without a tokenizer.
+    Args:
+        tree: the tree.
+        split_tokens: converts [N] token ids to [N] texts; None without a tokenizer.
+        advantages: advantages by trajectory id.
+        find_image: returns the file of an image by its id, None if there is none; without it images
+            are read from where the run found them.
 
     Raises:
         ValueError: the parent of a fork is missing.
     """
     paths = list(tree.trajectories)
     parents, lanes = parent_indices(paths), assign_lanes(paths)
-    return {
-        **_prompt_json(tree.prompt),
+    thumbnails = TreeThumbnails(find_image)
+    view = {
+        **_prompt_json(tree.prompt, thumbnails),
         "forks": tree.num_forks,
         "extraRoots": tree.num_extra_roots,
         "size": max((len(trajectory.token_ids) for trajectory in paths), default=0),
@@ -75,12 +91,15 @@ def tree_to_json(
                 "advantage": (advantages or {}).get(trajectory.trajectory_id),
                 "turns": [
                     _turn_json(trajectory, turn, split_tokens)
+                    | _turn_images_json(trajectory, turn, thumbnails)
                     for turn in turns_after_fork(trajectory)
                 ],
             }
             for trajectory, parent, lane in zip(paths, parents, lanes, strict=True)
         ],
     }
+    images = thumbnails.to_json()
+    return view | ({"images": images} if images else {})
 
 
 def parent_indices(paths: Sequence[Trajectory]) -> list[int | None]:
@@ -181,18 +200,40 @@ class TokenTexts:
         return text.removeprefix(start) if text.startswith(start) else self._decode(tokens)
 
 
-def _prompt_json(prompt: Prompt) -> dict[str, Any]:
+def _prompt_json(prompt: Prompt, thumbnails: TreeThumbnails) -> dict[str, Any]:
     truth = prompt.ground_truth
+    images = iter(thumbnails.add(placed.image for placed in prompt.images))
     return {
         "id": prompt.prompt_id,
         "source": prompt.data_source,
-        "question": [
-            {"role": str(message.get("role", "")), "text": _truncate_text(message.get("content"))}
-            for message in prompt.messages
-        ],
+        "question": [_message_json(message, images) for message in prompt.messages],
         "truth": truth if isinstance(truth, str) else " | ".join(truth),
         "promptTokens": len(prompt.token_ids),
     }
+
+
+def _message_json(message: Message, images: Iterator[int]) -> dict[str, Any]:
+    """Return role and text of a message; takes the numbers of its images from `images`."""
+    content = message.get("content")
+    shown: dict[str, Any] = {"role": str(message.get("role", ""))}
+    if not isinstance(content, list) or not all(_is_known_part(part) for part in content):
+        return shown | {"text": _truncate_text(content)}
+    found = list(islice(images, sum(part["type"] == "image" for part in content)))
+    shown["text"] = _truncate_text(content_text(content))
+    return shown | ({"images": found} if found else {})
+
+
+def _is_known_part(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    return isinstance(part.get("text"), str) or isinstance(part.get("image"), ImageInput)
+
+
+def _turn_images_json(
+    trajectory: Trajectory, turn: Turn, thumbnails: TreeThumbnails
+) -> dict[str, Any]:
+    inside = [item.image for item in trajectory.images if turn.start <= item.start < turn.stop]
+    return {"images": thumbnails.add(inside)} if inside else {}
 
 
 def _path_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -299,7 +340,7 @@ def _round_to_4_digits(value: float) -> float:
 
 
 def _truncate_text(value: Any) -> str:
-    """Truncate long text; message parts that are not text are shown by their repr."""
+    """Truncate long text; message content of an unknown form is shown by its repr."""
     text = value if isinstance(value, str) else "" if value is None else str(value)
     if len(text) <= MAX_TEXT_CHARS:
         return text

@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from dataclasses import replace
 
 import pytest
 
 from mega_agentrl.report.metrics_file import MetricLog
 from mega_agentrl.report.page.render import ReportPage, render_page
+from mega_agentrl.report.tree_viewer.embedded_trees import TreeFileView, embed_tree
+from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
+from mega_agentrl.types.images import ImageInput
 from tests.report.chromium import Chromium, needs_browser
-from tests.report.pages import HOSTILE, PageReader, large_page, small_page
+from tests.report.pages import (
+    HOSTILE,
+    PageReader,
+    characters,
+    large_page,
+    metrics,
+    small_page,
+    tree_with_images,
+)
+from tests.vision_models import make_picture
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +80,7 @@ def test_the_content_policy_allows_this_script_and_style_alone(read):
         "default-src 'none'",
         f"style-src {hashes[0]}",
         f"script-src {hashes[1]}",
+        "img-src data:",
         "base-uri 'none'",
         "form-action 'none'",
     ]
@@ -160,6 +174,38 @@ def test_hostile_text_is_shown_as_text(browser, address):
     assert browser.run(f"document.querySelectorAll('{active}').length") == 0
     assert browser.run("globalThis.owned === undefined")
     assert not browser.run(r"/[\0\u202e]/.test(document.body.innerText)")
+    assert browser.errors == []
+
+
+@needs_browser
+def test_a_path_shows_the_images_of_its_question_and_answers(browser, tmp_path):
+    image = ImageInput(
+        image_id="shown",
+        data=make_picture(0),
+        width=56,
+        height=28,
+        grid_thw=(1, 2, 4),
+        merge_size=2,
+    )
+    broken = replace(image, image_id="broken", data=b"<svg onload='globalThis.owned=1'>")
+    view = tree_to_json(tree_with_images(image, broken), characters)
+    view["images"].append({"label": HOSTILE, "src": f"data:image/svg+xml,{HOSTILE}"})
+    view["question"][0]["images"].append(2)
+    trees = [embed_tree(0, view)]
+    file = TreeFileView(key="step_000001", label="RL step 1", num_trees=1, trees=trees)
+    page = ReportPage(title="images", subtitle="", log=metrics(), tree_files=[file])
+    path = tmp_path / "images.html"
+    path.write_text(render_page(page), encoding="utf-8")
+    browser.open(path.as_uri())
+    (width,) = browser.run(
+        "[...document.querySelectorAll('.conversation img')].map((image) => image.naturalWidth)"
+    )
+    assert width == 56
+    labels = "[...document.querySelectorAll('.conversation figcaption')].map((x) => x.textContent)"
+    size = "56 x 28 pixels, 2 tokens"
+    first, hostile, answer = browser.run(labels)
+    assert (first, answer) == (size, size) and "onerror" in hostile
+    assert browser.run("globalThis.owned === undefined")
     assert browser.errors == []
 
 

@@ -77,9 +77,9 @@ def test_a_failure_that_the_policy_does_not_see_is_shown():
     assert path["failed"] and path["stop"] == "tool_failure" and path["reward"] is None
 
 
-def test_a_message_without_text_is_empty_and_one_of_parts_is_spelled_out():
+def test_a_message_without_text_is_empty_and_an_unknown_form_is_spelled_out():
     tree = nested_tree()
-    parts = [{"type": "text", "text": "Q"}]
+    parts = [{"type": "audio", "audio": "Q"}]
     messages = ({"role": "user", "content": None}, {"role": "user", "content": parts})
     view = tree_to_json(replace(tree, prompt=replace(tree.prompt, messages=messages)))
     assert [one["text"] for one in view["question"]] == ["", str(parts)]
