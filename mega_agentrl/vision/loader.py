@@ -12,7 +12,9 @@ from __future__ import annotations
 import base64
 import io
 import os.path
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +144,8 @@ def choose_frames(durations_ms: Sequence[float], *, fps: float, max_frames: int)
     step_ms = 1000 / fps
     if num_times > max_frames:
         num_times, step_ms = max_frames, total_ms / max_frames
-    ends_ms = [sum(durations_ms[: index + 1]) for index in range(len(durations_ms))]
-    chosen = {
-        next(index for index, end_ms in enumerate(ends_ms) if end_ms > number * step_ms)
-        for number in range(num_times)
-    }
-    return sorted(chosen)
+    ends_ms = list(accumulate(durations_ms))
+    return sorted({bisect_right(ends_ms, number * step_ms) for number in range(num_times)})
 
 
 def _open_image(data: bytes, formats: tuple[str, ...]) -> PillowImage:

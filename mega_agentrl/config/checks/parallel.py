@@ -130,6 +130,7 @@ def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
             "only the tensor ranks were removed",
         )
     _check_expert_parallel(config, model)
+    _check_engine_tower(config, model)
 
 
 def check_tree_attention(config: TrainConfig, model: dict[str, Any]) -> None:
@@ -176,6 +177,16 @@ def _check_deepstack_layers(key: str, stages: int, layers: int, model: dict[str,
             f"first has the {num_features} layers after which features of images are added",
             "a layout of a text model",
         )
+
+
+def _check_engine_tower(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Check that engines can split the vision tower; the policy replicates it on tensor ranks."""
+    vision = model.get("vision_config") or {}
+    size = config.engine.tensor_parallel_size
+    for name, what in (("num_heads", "heads"), ("intermediate_size", "feed-forward channels")):
+        if vision.get(name):
+            what = f"{what} of the vision tower"
+            _check_divides("engine.tensor_parallel_size", size, what, int(vision[name]))
 
 
 def _check_expert_parallel(config: TrainConfig, model: dict[str, Any]) -> None:

@@ -172,6 +172,23 @@ def test_the_first_stage_of_a_vision_model_has_all_layers_with_features(config, 
     assert "at most 1 stages" in error.expected
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "width", "is_refused"),
+    [(16, 3420, False), (16, 3421, True), (3, 3420, True)],
+    ids=["divided", "width", "heads"],
+)
+def test_engines_split_the_vision_tower(num_heads, width, is_refused, config, tmp_path):
+    tower = {"num_heads": num_heads, "intermediate_size": width, "deepstack_visual_indexes": []}
+    write_model(tmp_path, **(VISION | {"vision_config": tower}))
+    config.engine.tensor_parallel_size = 2
+    if is_refused:
+        error = refused(check_config, config)
+        assert (error.key, error.got) == ("engine.tensor_parallel_size", 2)
+        assert "vision tower" in error.expected
+    else:
+        check_config(config)
+
+
 def test_a_critic_that_sees_images_fails(config, tmp_path):
     write_model(tmp_path, **VISION)
     config.algo.advantage = "gae"
