@@ -292,6 +292,27 @@ class PackedScores:
     the order of `row_R`."""
 
 
+def check_placeholders(batch: TrainBatch, placeholder_id: int) -> None:
+    """Check that each row has an image for each of its placeholder tokens.
+
+    Raises:
+        ValueError: A row has other images than placeholders, so that the policy would read
+            something else there than the engine.
+    """
+    inside_BT = torch.arange(batch.response_BT.size(1))[None, :] < batch.length_B[:, None]
+    in_response_B = ((batch.response_BT == placeholder_id) & inside_BT).sum(dim=1).tolist()
+    images_B = batch.images_B or ((),) * batch.num_rows
+    for row, (prompt, images) in enumerate(zip(batch.prompt_ids, images_B, strict=True)):
+        num_placeholders = prompt.count(placeholder_id) + in_response_B[row]
+        num_features = sum(placed.image.num_tokens for placed in images)
+        if num_placeholders != num_features:
+            raise ValueError(
+                f"TrainBatch: row {row} has {num_placeholders} tokens {placeholder_id}, the "
+                f"placeholder of images, expected {num_features}, one for each feature of its "
+                f"{len(images)} images; probable cause: a trajectory whose images were dropped"
+            )
+
+
 def pack_values(value_BT: torch.Tensor, row_R: np.ndarray, length_R: torch.Tensor) -> np.ndarray:
     """Return the [B, T] values of the rows `row_R` without their padding, one row after another.
 

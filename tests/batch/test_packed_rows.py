@@ -15,13 +15,14 @@ from mega_agentrl.batch.packed_rows import (
     PackedRows,
     PackedScores,
     PackedTargets,
+    check_placeholders,
     pack_values,
     unpack_scores,
 )
 from mega_agentrl.batch.tree_order import shared_between
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from tests.parallel.reference import make_batch
-from tests.train_batches import select_rows
+from tests.train_batches import batch_of_rows, select_rows
 from tests.tree_batches import TreeShape, make_tree_batch, tree_shapes
 
 
@@ -170,3 +171,17 @@ def test_every_row_must_be_answered_once(numbers):
     scores = PackedScores(row_R=np.array(numbers), values=(np.zeros(len(numbers), np.float32),))
     with pytest.raises(AssertionError, match="each row once"):
         unpack_scores([scores], torch.ones(2, dtype=torch.int64), 1)
+
+
+def test_a_row_that_lost_an_image_is_refused():
+    # Rows 5 9 9 | 6 9 9 7, with an image of two features in the prompt and one in the response.
+    image = ImageInput(
+        image_id="a", width=56, height=28, grid_thw=(1, 2, 4), merge_size=2, pixels_HWC=None
+    )
+    batch = batch_of_rows(torch.tensor([[5, 9, 9, 6, 9, 9, 7]] * 2), 3)
+    both = (PlacedImage(start=1, image=image), PlacedImage(start=4, image=image))
+    check_placeholders(batch.with_fields(images_B=(both, both)), 9)
+    check_placeholders(batch, 8)
+    for images_B, row in ((None, 0), ((both, both[:1]), 1)):
+        with pytest.raises(ValueError, match=f"row {row} has 4 tokens 9"):
+            check_placeholders(batch.with_fields(images_B=images_B), 9)

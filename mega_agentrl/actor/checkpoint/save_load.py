@@ -100,7 +100,10 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
         _check_files_on_all_ranks(folder, manifest)
     masters = sharded_state.has_master_weights(getattr(torch, manifest.dtype))
     state = sharded_state.sharded_state_to_load(
-        model, masters=masters, num_ranks=manifest.num_ranks
+        model,
+        masters=masters,
+        num_ranks=manifest.num_ranks,
+        freeze_vision=manifest.freeze_vision,
     )
     # Not validated again: sizes and coverage were checked by the save, the shape above.
     with track_activity("reading of the checkpoint", model.groups.describe_peers("all")):

@@ -71,7 +71,9 @@ def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
     return state
 
 
-def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int) -> dict[str, Any]:
+def sharded_state_to_load(
+    model: MegatronModel, *, masters: bool, num_ranks: int, freeze_vision: bool = False
+) -> dict[str, Any]:
     """Return the views of the model's own memory that this rank reads into.
 
     Elements that are in no stored tensor (padding) are set to 0.
@@ -80,16 +82,20 @@ def sharded_state_to_load(model: MegatronModel, *, masters: bool, num_ranks: int
         model: The model to load into.
         masters: Whether the checkpoint holds float32 master weights.
         num_ranks: Number of ranks that wrote the checkpoint.
+        freeze_vision: Whether the checkpoint is of a run with a frozen vision tower, which has no
+            master weights.
     """
     state: dict[str, Any] = {}
     shapes = hf_shapes(model.shape)
     for kind, _, shard, first, values in _iter_flat_ranges(model):
         if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
             values.zero_()
-        stored_kind = kind
-        if kind in (WEIGHT, MASTER):
-            stored_kind = MASTER if masters and values.dtype == torch.float32 else WEIGHT
+        takes_masters = masters and values.dtype == torch.float32
         for hf_name, rect, view in iter_hf_views(shard, values, first):
+            stored_kind = kind
+            if kind in (WEIGHT, MASTER):
+                has_master = not (freeze_vision and is_hf_vision_name(model.shape, hf_name))
+                stored_kind = MASTER if takes_masters and has_master else WEIGHT
             state[str(len(state))] = _make_sharded_tensor(
                 stored_kind, hf_name, shapes[hf_name], rect.start, view
             )

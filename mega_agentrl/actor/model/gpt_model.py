@@ -41,6 +41,7 @@ from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
     is_expert_param,
     is_tensor_replicated,
+    is_vision_param,
     padded_vocab_size,
 )
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
@@ -340,6 +341,11 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
                                 expert-data group instead of the data group.
         sequence_parallel       The parameter is replicated over the tensor group, but each rank
                                 applies it to its part of the tokens, so gradients are summed.
+        average_gradients_across_tp_domain
+                                The parameter belongs to the vision tower, of which each rank
+                                computes the whole gradient. Attention on GPUs does not add up in a
+                                fixed order, so that replicas would drift apart without a mean. On
+                                CPUs the gradients are equal, and gloo has no mean.
 
     Megatron sets these attributes when it initialises weights, which is skipped here. It sets
     `allreduce` only with more than one expert-parallel rank, but experts are replicated over other
@@ -359,6 +365,8 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
         parameter.allreduce = not is_expert
         needs_sum = is_replicated and not name.endswith(_NO_TP_GRAD_SUM_SUFFIXES)
         parameter.sequence_parallel = sequence and needs_sum
+        if is_vision_param(name) and not sequence and device.has_cuda():
+            parameter.average_gradients_across_tp_domain = True
 
 
 def wrap_with_ddp(

@@ -20,6 +20,7 @@ features of all images, D hidden width, K layers after which features are added.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,9 +84,21 @@ def build_vision_tower(
         torch.set_default_dtype(default_dtype)
     # Set afterwards, because transformers would look for the package flash-attn.
     config._attn_implementation = _ATTENTION
+    if device.has_cuda():
+        tower.patch_embed.forward = partial(embed_patches, tower.patch_embed.proj)
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     return tower.train()
+
+
+def embed_patches(projection: torch.nn.Conv3d, patch_PE: torch.Tensor) -> torch.Tensor:
+    """Return `[P, h]` embeddings of `[P, E]` flattened patches, as a matrix product.
+
+    A convolution whose kernel is as large as its input is one. cuDNN's convolution takes much more
+    time and memory in bfloat16 (pytorch#166643). vLLM makes the same choice, on GPUs only.
+    """
+    weight = projection.weight
+    return functional.linear(patch_PE.to(weight.dtype), weight.flatten(1), projection.bias)
 
 
 def encode_images(

@@ -78,6 +78,14 @@ def check_config(config: TrainConfig) -> None:
             "architecture of model.path, which sees images",
             "a preset of a text model",
         )
+    if config.reward.hosts_reward_model and has_images(model):
+        raise ConfigError(
+            "reward.model.path_or_url",
+            config.reward.model.path_or_url,
+            "an address (http://...) or none with a vision-language model: a hosted reward model "
+            "is a text model and cannot read the images of a conversation",
+            "a reward model for text",
+        )
     if config.model.freeze_vision and not has_images(model):
         raise ConfigError(
             "model.freeze_vision",

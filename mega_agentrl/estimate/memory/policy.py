@@ -172,7 +172,7 @@ def _estimate_stage_memory(
         # The tower is in the first chunk of the first stage.
         passes = num_in_flight_passes(layout, stage, bounds.num_micro_batches)[0]
         vision_activations = passes * vision_activation_bytes(
-            shape.vision, max_image_tokens(config, tokens), kernels.item_bytes,
+            shape.vision, max_image_tokens(config, shape.vision, tokens), kernels.item_bytes,
             recompute=layout.recompute, frozen=frozen,
         )  # fmt: skip
     recomputed = recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)

@@ -9,17 +9,21 @@ of the training dtype unless it says float32,
     MLP          Qwen2.5-VL: gate before and after the activation, up, product: 4 f; Qwen3-VL:
                  before and after the activation: 2 f
 
-or, with `parallel.recompute=full`, its input alone, and one block at a time the rest. A frozen
-tower saves nothing. Features are kept in the width of the decoder, once for the embeddings and
-once for each layer after which some are added.
+or, with `parallel.recompute=full`, its input alone, and one block at a time the rest. The patches
+are kept in float32 and in the training dtype. A merger saves the output of its norm, of its first
+layer and of the activation. A frozen tower saves nothing. Features are kept in the width of the
+decoder, once for the embeddings and once for each layer after which some are added.
 
 How many patches a micro-batch has depends on the data, which an estimate does not read: it is
 assumed that images fill the prompts, up to `data.max_prompt_tokens` each, and that responses are
-text. A tool that answers with images adds to that.
+text. A tool that answers with images adds to that. A context rank, or a tensor rank under sequence
+parallelism, encodes the images whose placeholders are among its tokens; those at their edges are
+encoded by several ranks.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import Recompute
@@ -33,10 +37,31 @@ if TYPE_CHECKING:
 _FLOAT_BYTES = 4
 
 
-def max_image_tokens(config: TrainConfig, tokens: int) -> int:
-    """Return the largest number of placeholders among the tokens of a micro-batch on one rank."""
-    prompts = max(1.0, tokens / max_row_tokens(config)) * config.data.max_prompt_tokens
-    return min(tokens, round(prompts))
+def max_image_tokens(config: TrainConfig, vision: VisionShape, tokens: int) -> int:
+    """Return the assumed number of features that a rank computes for a micro-batch.
+
+    Args:
+        config: The run.
+        vision: The tower.
+        tokens: Number of tokens of the micro-batch on one context rank.
+    """
+    parallel = config.parallel
+    all_tokens = tokens * parallel.context
+    num_rows = max(1.0, all_tokens / max_row_tokens(config))
+    total = min(all_tokens, round(num_rows * config.data.max_prompt_tokens))
+    num_parts = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    if num_parts == 1:
+        return total
+    # A context rank has two chunks of a row, and a part has two edges.
+    num_edges = 2 if parallel.context == 1 else 4
+    return min(total, ceil(total / num_parts) + num_edges * _largest_image_tokens(config, vision))
+
+
+def _largest_image_tokens(config: TrainConfig, vision: VisionShape) -> int:
+    limit = config.data.max_prompt_tokens
+    if config.data.max_pixels is None:
+        return limit
+    return min(limit, config.data.max_pixels // (vision.patch_size * vision.merge_size) ** 2)
 
 
 def vision_activation_bytes(
@@ -57,10 +82,12 @@ def vision_activation_bytes(
     block = num_patches * vision_block_bytes_per_patch(vision, item_bytes)
     if frozen:
         return features
+    outside = num_patches * vision.patch_dim * (item_bytes + _FLOAT_BYTES)
+    outside += num_features * image_tokens * 3 * vision.merged_size * item_bytes
     if recompute is not Recompute.full:
-        return features + vision.depth * block
+        return features + outside + vision.depth * block
     inputs = vision.depth * num_patches * vision.hidden_size * item_bytes
-    return features + inputs + block
+    return features + outside + inputs + block
 
 
 def vision_block_bytes_per_patch(vision: VisionShape, item_bytes: int) -> int:

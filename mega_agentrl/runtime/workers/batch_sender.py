@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mega_agentrl.batch.micro_batching import minibatch_masks
-from mega_agentrl.batch.packed_rows import PackedRows
+from mega_agentrl.batch.packed_rows import PackedRows, check_placeholders
 from mega_agentrl.batch.row_sharding import RowSharder, load_imbalance
 from mega_agentrl.config.enums import LossAggregation
 from mega_agentrl.estimate.flops import pairs_per_token
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.vision.processor import ImageTokens, has_vision_tower
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -111,5 +112,13 @@ class BatchSender:
         )
         return [(self._put(shard),) for shard in shards]
 
+    @cached_property
+    def _placeholder_id(self) -> int | None:
+        """Token id of a placeholder of images; None for a text model."""
+        folder = self._config.model.path
+        return ImageTokens.from_folder(folder).image_id if has_vision_tower(folder) else None
+
     def _pack(self, batch: TrainBatch) -> PackedRows:
+        if self._placeholder_id is not None:
+            check_placeholders(batch, self._placeholder_id)
         return PackedRows.from_batch(batch, share=self._config.batch.trees)

@@ -21,10 +21,16 @@ from mega_agentrl.actor.checkpoint.sharded_state import (
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates, partition_ranks
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.reshard.layout import Rect
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, is_expert_param, megatron_layout
+from mega_agentrl.reshard.mapping.model_mapping import (
+    hf_shapes,
+    is_expert_param,
+    is_hf_vision_name,
+    megatron_layout,
+)
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import RowRange, stack_rows
 from tests.tiny_models import make_tiny_model
+from tests.vision_models import make_vision_model
 
 LAYOUTS = {
     "one": {},
@@ -134,6 +140,20 @@ def test_padding_is_zeroed_and_masters_are_read_if_asked_for(shape, monkeypatch)
     plain = sharded_state.sharded_state_to_load(one, masters=False, num_ranks=2)
     plain.pop("rng")
     assert {entry.key.split(".")[0] for entry in plain.values()} == {WEIGHT, *MOMENTS}
+
+
+def test_a_frozen_tower_has_no_masters_to_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    vision_shape = ModelShape.from_folder(make_vision_model("qwen2_5_vl", tmp_path))
+    one = fake_model(vision_shape, ParallelConfig(), 0)
+    state = sharded_state.sharded_state_to_load(one, masters=True, num_ranks=1, freeze_vision=True)
+    state.pop("rng")
+    keys = {entry.key for entry in state.values()}
+    weights = {key.removeprefix("weight.") for key in keys if key.startswith("weight.")}
+    masters = {key.removeprefix("master.") for key in keys if key.startswith("master.")}
+    names = set(hf_shapes(vision_shape))
+    assert weights == {name for name in names if is_hf_vision_name(vision_shape, name)}
+    assert masters == names - weights
 
 
 def test_a_range_is_the_rest_of_a_row_whole_rows_and_the_beginning_of_one():

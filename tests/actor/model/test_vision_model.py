@@ -10,7 +10,11 @@ import torch
 from torch.nn import functional
 
 from mega_agentrl.actor.model.gpt_model import build_model_chunks
-from mega_agentrl.actor.model.vision_tower import attend_by_length, build_vision_tower
+from mega_agentrl.actor.model.vision_tower import (
+    attend_by_length,
+    build_vision_tower,
+    embed_patches,
+)
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.hf_checkpoint import read_shards
@@ -218,3 +222,12 @@ def test_the_tower_in_bfloat16_keeps_its_frequencies(one_rank, folders, family):
     assert {value.dtype for value in tower.parameters()} == {torch.bfloat16}
     assert {value.dtype for value in tower.buffers()} == {torch.float32}
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_patches_are_embedded_as_by_the_convolution():
+    torch.manual_seed(0)
+    projection = torch.nn.Conv3d(3, 16, (2, 14, 14), stride=(2, 14, 14))
+    patch_PE = torch.randn(5, 3 * 2 * 14 * 14)
+    expected = projection(patch_PE.view(5, 3, 2, 14, 14)).view(5, 16)
+    torch.testing.assert_close(embed_patches(projection, patch_PE), expected)
+    assert embed_patches(projection.bfloat16(), patch_PE).dtype == torch.bfloat16

@@ -195,6 +195,14 @@ def test_a_critic_that_sees_images_fails(config, tmp_path):
     assert refused(check_config, config).key == "algo.advantage"
 
 
+def test_a_hosted_reward_model_that_cannot_see_fails(config, tmp_path):
+    write_model(tmp_path, **VISION)
+    config.reward.rubric = {"default": {"model": 1.0}}
+    config.reward.model.path_or_url = str(tmp_path / "reward")
+    error = refused(check_config, config)
+    assert (error.key, error.got) == ("reward.model.path_or_url", str(tmp_path / "reward"))
+
+
 def test_a_text_model_has_no_tower_to_freeze(config, tmp_path):
     config.model.freeze_vision = True
     assert refused(check_config, config).key == "model.freeze_vision"

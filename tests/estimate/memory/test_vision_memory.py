@@ -107,8 +107,15 @@ def test_recomputation_and_freezing_keep_less():
 
 def test_images_fill_the_prompts_of_a_micro_batch():
     config = configured(prompt=2048, response=6144, tokens=16384)
-    assert max_image_tokens(config, 16384) == 2 * 2048
-    assert max_image_tokens(config, 1000) == 1000
+    vision = released("qwen2.5-vl-7b").vision
+    assert max_image_tokens(config, vision, 16384) == 2 * 2048
+    assert max_image_tokens(config, vision, 1000) == 1000
+    config.data.max_pixels = 512 * 28 * 28
+    config.parallel.tensor, config.parallel.sequence_parallel = 4, True
+    assert max_image_tokens(config, vision, 16384) == 1024 + 2 * 512
+    config.parallel.tensor, config.parallel.sequence_parallel, config.parallel.context = 1, False, 4
+    assert max_image_tokens(config, vision, 4096) == 1024 + 4 * 512
+    assert max_image_tokens(config, vision, 2048) == 2048, "all images of one row"
 
 
 def test_only_the_first_stage_has_the_tower():
