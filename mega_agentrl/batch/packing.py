@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import ContextReset, Prompt, RolloutTree, Trajectory
 
 PAD_TREE_TOKEN = -1
+_ContextKey = tuple[int, tuple[int, ...], tuple[str, ...]]
+"""Last token before a context reset, tokens of the new context, and ids of its images."""
 
 
 def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
@@ -64,7 +66,7 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
 
     mask_BT = pad((trajectory.loss_mask for trajectory in trajectories), torch.bool)
     return TrainBatch(
-        prompt_ids=tuple(row.context_ids for row in rows),
+        prompt_ids=tuple(row.context.token_ids for row in rows),
         response_BT=pad((trajectory.token_ids for trajectory in trajectories), torch.int64),
         length_B=torch.tensor([row.stop - row.start for row in rows], dtype=torch.int64),
         mask_BT=_mask_failed_rows(mask_BT, trees, trajectory_B),
@@ -156,14 +158,13 @@ def _mask_failed_rows(
 
 @dataclass(slots=True, frozen=True)
 class _RowSegment:
-    """Response tokens [start, stop) of a trajectory, sampled after `context_ids`."""
+    """Response tokens [start, stop) of a trajectory, sampled after a context."""
 
     trajectory_index: int
     context_index: int
     """0 for the prompt, i for the context of the i-th reset."""
-    context_ids: tuple[int, ...]
-    context_images: tuple[PlacedImage, ...]
-    """Images of the context; starts count `context_ids`."""
+    context: Prompt | ContextReset
+    """The prompt, or what replaced it."""
     start: int
     stop: int
 
@@ -175,7 +176,7 @@ def _row_segments(index: int, trajectory: Trajectory) -> Iterator[_RowSegment]:
     stops = [start for start, _ in contexts[1:]] + [len(trajectory.token_ids)]
     for number, ((start, context), stop) in enumerate(zip(contexts, stops, strict=True)):
         if start < stop or len(contexts) == 1:
-            yield _RowSegment(index, number, context.token_ids, context.images, start, stop)
+            yield _RowSegment(index, number, context, start, stop)
 
 
 def _row_images(
@@ -184,17 +185,8 @@ def _row_images(
     """Return the images of each row, loaded and one object for each id; None if there are none."""
     placed = []
     for row in rows:
-        offset = len(row.context_ids) - row.start
-        placed.append(
-            [
-                *row.context_images,
-                *(
-                    image.shifted(offset)
-                    for image in trajectories[row.trajectory_index].images
-                    if row.start <= image.start < row.stop
-                ),
-            ]
-        )
+        trajectory = trajectories[row.trajectory_index]
+        placed.append(_shown_images(row.context, trajectory, row.start, row.stop))
     if not any(placed):
         return None
     loaded = _loaded_images(placed)
@@ -287,7 +279,7 @@ def _row_token_ids(
     share the new context.
     """
     new_ids = count(1 + max((max(ids, default=0) for ids in token_ids), default=0))
-    reset_contexts: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    reset_contexts: dict[_ContextKey, list[int]] = {}
     contexts = []
     ids_of = iter(token_ids)
     for tree in trees:
@@ -307,7 +299,7 @@ def _context_token_ids(
     trajectory: Trajectory,
     prompt: list[int],
     ids: list[int],
-    reset_contexts: dict[tuple[int, tuple[int, ...]], list[int]],
+    reset_contexts: dict[_ContextKey, list[int]],
     new_ids: Iterator[int],
 ) -> list[list[int]]:
     """Return the token ids of the prompt and of each context that replaced it.
@@ -316,23 +308,44 @@ def _context_token_ids(
         trajectory: The trajectory.
         prompt: Ids of the prompt's tokens.
         ids: Ids of the response tokens.
-        reset_contexts: Token ids of the contexts of earlier resets, by the id of the last token
-            before the reset and the content of the context; new contexts are added to it.
+        reset_contexts: Token ids of the contexts of earlier resets; new contexts are added to it.
         new_ids: Ids for tokens that have none yet.
     """
-    contexts, tokens, start = [prompt], trajectory.prompt.token_ids, 0
+    contexts, start = [prompt], 0
+    context: Prompt | ContextReset = trajectory.prompt
     for reset in trajectory.context_resets:
-        key = (ids[reset.start - 1] if reset.start else prompt[-1], reset.token_ids)
+        image_ids = tuple(placed.image.image_id for placed in reset.images)
+        key = (ids[reset.start - 1] if reset.start else prompt[-1], reset.token_ids, image_ids)
         if key not in reset_contexts:
-            previous = [*tokens, *trajectory.token_ids[start : reset.start]]
+            previous = [*context.token_ids, *trajectory.token_ids[start : reset.start]]
             size = common_length(np.array(previous), np.array(reset.token_ids))
+            # Placeholders of different images have equal ids.
+            shown = _shown_images(context, trajectory, start, reset.start)
+            size = int(min(size, _first_difference(shown, reset.images)))
             previous_ids = contexts[-1] + ids[start : reset.start]
             reset_contexts[key] = previous_ids[:size] + [
                 next(new_ids) for _ in reset.token_ids[size:]
             ]
         contexts.append(reset_contexts[key])
-        tokens, start = reset.token_ids, reset.start
+        context, start = reset, reset.start
     return contexts
+
+
+def _shown_images(
+    context: Prompt | ContextReset, trajectory: Trajectory, start: int, stop: int
+) -> list[PlacedImage]:
+    """Return the images of a context and of the response tokens [start, stop) that follow it."""
+    offset = len(context.token_ids) - start
+    images = [placed for placed in trajectory.images if start <= placed.start < stop]
+    return [*context.images, *(placed.shifted(offset) for placed in images)]
+
+
+def _first_difference(left: Sequence[PlacedImage], right: Sequence[PlacedImage]) -> float:
+    """Return the first token at which two sequences show different images; inf if there is none."""
+    differences = (
+        min(one.start, other.start) for one, other in zip(left, right, strict=False) if one != other
+    )
+    return next(differences, math.inf)
 
 
 def _rewards(trajectories: Sequence[Trajectory]) -> torch.Tensor:

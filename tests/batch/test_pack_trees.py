@@ -168,6 +168,20 @@ def test_images_of_prompt_response_and_new_context_are_placed_in_the_rows():
     assert pack_trees([_tree(_row("d", [1], [1], -1.0))]).images_B is None
 
 
+@pytest.mark.parametrize(("name", "num_shared"), [("a", 3), ("b", 1)], ids=["same", "other"])
+def test_a_new_context_shares_tokens_up_to_another_image(name, num_shared):
+    # Prompt 7 8 9 6 and new context 7 8 9 5, in which token 8 is the placeholder of an image.
+    prompt = replace(
+        PROMPT, token_ids=(7, 8, 9, 6), images=(PlacedImage(start=1, image=image("a")),)
+    )
+    reset = ContextReset(
+        start=1, token_ids=(7, 8, 9, 5), images=(PlacedImage(start=1, image=image(name)),)
+    )
+    turned = _row("a", [1, 2], [1, 1], 1.0, prompt=prompt, context_resets=(reset,))
+    batch = pack_trees([RolloutTree(prompt=prompt, trajectories=[turned])])
+    assert batch.shared_length_B.tolist() == [0, num_shared]
+
+
 def test_an_image_that_was_not_loaded_is_named():
     unloaded = PlacedImage(start=0, image=image("a", loaded=False))
     tree = _tree(_row("a", [1, 2], [0, 1], images=(unloaded,)))
