@@ -13,8 +13,9 @@ update succeeds. `pause` waits for the end of running requests, or holds them:
 
 * After waiting, every request is computed with one weight version, `Generation.version`.
 * A held request (`weight_sync.in_flight`) goes on after its last token. vLLM drops its KV cache
-  with the prefix cache and computes it again from all tokens and images of the request, so that no
-  request uses keys, values or image features of older weights. vLLM labels each output of its core
+  with the prefix cache and computes it again from all tokens and images of the request, including
+  images that the request had found in the prefix cache (see `ImagePrompts`), so that no request
+  uses keys, values or image features of older weights. vLLM labels each output of its core
   with the version that computed it: `Generation.versions` has the version of every token. The
   request goes on as soon as digests are verified, but its result is not returned before `resume`.
   If the update fails or is refused, the request fails, too.

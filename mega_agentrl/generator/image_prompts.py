@@ -200,8 +200,13 @@ class ImagePrompts:
         patches = torch.from_numpy(await self._cut(image))
         grid_T = torch.tensor(image.grid_thw)
         fields = {
+            # vLLM's scheduler keeps only fields with `keep_on_cpu` of an image that it finds in the
+            # prefix cache. The model runner of CPUs has nothing else when it computes a held or
+            # preempted request again, without the cache; that of GPUs gets the image once more.
             _PATCHES: MultiModalFieldConfig.flat_from_sizes(
-                _IMAGE, torch.tensor([len(patches)])
+                _IMAGE,
+                torch.tensor([len(patches)]),
+                keep_on_cpu=not torch.cuda.is_available(),
             ).build_elems(_PATCHES, patches),
             _GRID: MultiModalFieldConfig.batched(_IMAGE, keep_on_cpu=True).build_elems(
                 _GRID, grid_T[None]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
@@ -102,6 +103,8 @@ async def test_a_prompt_has_the_ids_hashes_and_places_of_the_request(folder, req
         data["pixel_values"].numpy(), ImageProcessor(folder).patches(placed.image)
     )
     assert data["image_grid_thw"].tolist() == [1, 2, 4]
+    assert item["image_grid_thw"].field.keep_on_cpu
+    assert item["pixel_values"].field.keep_on_cpu is not torch.cuda.is_available()
     text = GenerateRequest(request_id="t", token_ids=(1, 2), max_tokens=1)
     assert await ImagePrompts(folder).render(text) == {"type": "token", "prompt_token_ids": [1, 2]}
 

@@ -96,6 +96,22 @@ def test_images_are_told_apart_under_the_same_ids_and_found_again_in_the_cache(e
     assert got.logps != first.logps
 
 
+def test_a_held_request_computes_an_image_again_that_it_found_in_the_cache(engine, folder):
+    request = image_request(
+        folder, [load_image(folder, 11), TEXT, TEXT], max_tokens=400, temperature=0.0
+    )
+    check(engine, folder, replace(request, request_id="first", max_tokens=1))
+    cached = check(engine, folder, replace(request, request_id="cached", max_tokens=1))
+    assert cached.num_cached_tokens == CPU_BLOCK_TOKENS
+    assert request.images[0].stop <= CPU_BLOCK_TOKENS
+    running = engine.begin("generate", request)
+    while engine.call("num_sampled") < 20:
+        assert not running.done(), "it was over before it could be held"
+    engine.call("pause", True)
+    engine.call("resume")
+    check_image_generation(folder, request, running.result(60))
+
+
 def test_tokens_of_images_are_preferred_but_never_sampled(engine, folder):
     requests = [
         image_request(
