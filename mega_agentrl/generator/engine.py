@@ -48,6 +48,7 @@ from mega_agentrl.generator.engine_args import engine_args
 from mega_agentrl.generator.image_prompts import ImagePrompts, check_images
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
+    aborted_generation,
     check_request,
     prompt_logp_params,
     sampling_params,
@@ -133,6 +134,7 @@ class Engine:
         self._progress = ProgressMonitor()
         self._next_key = itertools.count()
         self._key_of: dict[str, str] = {}
+        self._aborted_ids: set[str] = set()
 
     async def start(
         self,
@@ -210,32 +212,50 @@ class Engine:
         """Weight version that is served."""
         return self._version
 
-    async def generate(self, request: GenerateRequest) -> Generation:  # noqa: D102
+    async def generate(
+        self,
+        request: GenerateRequest,
+        load_images: Callable[[GenerateRequest], Awaitable[GenerateRequest]] | None = None,
+    ) -> Generation:
+        """Run a request, as `Generator` says.
+
+        Args:
+            request: The request.
+            load_images: Returns the request with the pixels of its images, unless it has them. The
+                request can be aborted meanwhile.
+        """
         check_request(request, self._config.max_model_len)
-        check_images(request, self._image_prompts.tokens)
-        if request.request_id in self._key_of:
-            raise ValueError(
-                f"request_id={request.request_id}: a request with this id is already running"
-            )
-        key = f"{next(self._next_key)}"
-        self._key_of[request.request_id] = key
-        try:
-            async with asyncio.timeout(self._request_deadline_s) as deadline:
-                await self._wait_until_serving()
-                with self._translate_vllm_errors(), self._track_running(deadline):
-                    generation = await self._generate_in_vllm(request, key)
-                if self._is_holding:
+        with self._register(request.request_id) as key:
+            if load_images is not None:
+                request = await load_images(request)
+            check_images(request, self._image_prompts.tokens)
+            try:
+                async with asyncio.timeout(self._request_deadline_s) as deadline:
                     await self._wait_until_serving()
-                return generation
-        except TimeoutError as error:
-            if self._refusal_reason is not None:
-                raise self._refusal() from error
-            raise RuntimeError(
-                f"{self.name}: {request.request_id} ran past its deadline of "
-                f"{self._request_deadline_s:g} s (cluster.call_timeout_s)"
-            ) from error
+                    with self._translate_vllm_errors(), self._track_running(deadline):
+                        generation = await self._generate_in_vllm(request, key)
+                    if self._is_holding:
+                        await self._wait_until_serving()
+                    return generation
+            except TimeoutError as error:
+                if self._refusal_reason is not None:
+                    raise self._refusal() from error
+                raise RuntimeError(
+                    f"{self.name}: {request.request_id} ran past its deadline of "
+                    f"{self._request_deadline_s:g} s (cluster.call_timeout_s)"
+                ) from error
+
+    @contextmanager
+    def _register(self, request_id: str) -> Iterator[str]:
+        """Let `abort` find a request until it ends; the value is the request's key in vLLM."""
+        if request_id in self._key_of:
+            raise ValueError(f"request_id={request_id}: a request with this id is already running")
+        self._key_of[request_id] = key = f"{next(self._next_key)}"
+        try:
+            yield key
         finally:
-            del self._key_of[request.request_id]
+            del self._key_of[request_id]
+            self._aborted_ids.discard(request_id)
 
     async def _wait_until_serving(self) -> None:
         """Wait for the end of an update; raise `RuntimeError` if requests are refused."""
@@ -252,6 +272,8 @@ class Engine:
         banned_ids = self._image_prompts.banned_ids
         params = sampling_params(request, stop_ids, stop_strings, banned_ids)
         prompt = await self._image_prompts.render(request)
+        if request.request_id in self._aborted_ids:  # before vLLM knew its key
+            return aborted_generation(request, self._version)
         last = None
         async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
             async for result in outputs:
@@ -263,8 +285,12 @@ class Engine:
         return generation
 
     async def abort(self, request_id: str) -> None:
-        """End a running request early; do nothing if there is no such request."""
+        """End a running request early; do nothing if there is no such request.
+
+        A request that has not reached vLLM yet ends without a token instead of reaching it.
+        """
         if (key := self._key_of.get(request_id)) is not None:
+            self._aborted_ids.add(request_id)
             await self._llm.abort(key)
 
     def _num_partial_tokens(self) -> int:

@@ -136,6 +136,20 @@ def to_generation(
     )
 
 
+def aborted_generation(request: GenerateRequest, version: int) -> Generation:
+    """Return the empty `Generation` of a request that was aborted before vLLM had it."""
+    return Generation(
+        request_id=request.request_id,
+        token_ids=(),
+        logps=(),
+        entropies=(),
+        argmax_ids=(),
+        finish_reason=FinishReason.aborted,
+        stop_string=None,
+        version=version,
+    )
+
+
 def _token_versions(output: CompletionOutput) -> tuple[int, ...]:
     """Return the weight version that sampled each token, from vLLM's labels of token spans."""
     return tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from vllm.outputs import CompletionOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 NEVER = "never"
@@ -18,6 +19,17 @@ class FakeVllm:
         self.answers, self.calls = list(answers), []
         self.errored = self.is_dead = False
         self.output_processor = SimpleNamespace(request_states={})
+        self.can_finish = asyncio.Event()
+        """Set by the test: requests end, without a token."""
+
+    async def generate(self, prompt, params, key):
+        self.calls.append(f"generate {key}")
+        await self.can_finish.wait()
+        output = CompletionOutput(0, "", [], None, None, finish_reason="length")
+        yield SimpleNamespace(num_cached_tokens=0, outputs=[output])
+
+    async def abort(self, key):
+        self.calls.append(f"abort {key}")
 
     async def collective_rpc(self, method, args=()):
         self.calls.append(method)

@@ -11,10 +11,13 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import STUCK_TIMEOUT_S, Engine, ProgressMonitor, to_start_error
+from mega_agentrl.generator.sampling import StopTokenTable
 from mega_agentrl.generator.sleep_mode import SleepController
 from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.generator.fake_vllm import NEVER, FakeVllm
 
 
@@ -98,6 +101,61 @@ async def test_workers_are_asked_for_their_health_only_while_no_token_comes(holl
     vllm.answers.append(EngineDeadError())
     with pytest.raises(EngineLostError, match="engine 3 is dead"):
         await hollow.check_health()
+
+
+class WaitingPrompts:
+    """Renders a prompt once the test lets it."""
+
+    tokens, banned_ids = None, ()
+
+    def __init__(self):
+        self.can_render = asyncio.Event()
+
+    async def render(self, request):
+        await self.can_render.wait()
+        return {"type": "token", "prompt_token_ids": list(request.token_ids)}
+
+
+@pytest.fixture
+def serving(hollow):
+    """An engine that serves with a fake vLLM, and waits before each request reaches it."""
+    hollow._config = EngineConfig()
+    hollow._request_deadline_s = 60.0
+    hollow._image_prompts = WaitingPrompts()
+    hollow._stop_table = StopTokenTable(None)
+    hollow._llm = FakeVllm()
+    hollow._serving_event.set()
+    return hollow
+
+
+@pytest.mark.parametrize("phase", ["pixels", "render", "pause"])
+async def test_a_request_that_is_aborted_before_it_reaches_vllm_ends_without_it(serving, phase):
+    has_pixels = asyncio.Event()
+
+    async def load_images(request):
+        await has_pixels.wait()
+        return request
+
+    events = {
+        "pixels": has_pixels,
+        "render": serving._image_prompts.can_render,
+        "pause": serving._serving_event,
+    }
+    for name, event in events.items():
+        event.clear() if name == phase else event.set()
+    serving._llm.can_finish.set()
+    request = GenerateRequest(request_id="a/0", token_ids=(1, 2), max_tokens=4)
+    running = asyncio.create_task(serving.generate(request, load_images))
+    await asyncio.sleep(0)
+    await serving.abort("a/0")
+    events[phase].set()
+    async with asyncio.timeout(60):
+        got = await running
+        assert (got.finish_reason, got.token_ids) == (FinishReason.aborted, ())
+        await serving._idle_event.wait()
+        again = await serving.generate(request)  # the id is free, and not aborted
+    assert again.finish_reason is FinishReason.length
+    assert serving._llm.calls == ["abort 0", "generate 1"]
 
 
 def test_an_engine_is_stuck_if_requests_run_without_a_token():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +117,9 @@ class EngineActor:
         self, request: GenerateRequest, pixel_refs: Mapping[str, Any]
     ) -> Generation:
         """Run a request whose pixels are in the object store, by image id."""
-        request = await attach_images(request, pixel_refs)
-        generation: Generation = await self._engine.generate(request)
+        generation: Generation = await self._engine.generate(
+            request, partial(attach_images, refs=pixel_refs)
+        )
         return generation
 
 

@@ -9,7 +9,7 @@ import ray
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.remote_calls import RemoteCallError
-from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
+from mega_agentrl.runtime.workers.generator_group import EngineActor, GeneratorGroup
 from mega_agentrl.runtime.workers.image_store import ImageStore, attach_images
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import GenerateRequest
@@ -132,6 +132,28 @@ async def test_pixels_reach_the_engine_but_are_not_part_of_the_request(actors):
     assert seen == request, "images are equal if their ids are"
     assert all(placed.image.pixels_HWC is None for placed in seen.images)
     assert not any(placed.image.data for placed in seen.images)
+
+
+async def test_an_engine_knows_a_request_before_its_pixels_arrive():
+    known = []
+
+    class Engine:
+        async def generate(self, request, load_images):
+            known.append(request.request_id)
+            return await load_images(request)
+
+    actor = object.__new__(EngineActor)
+    actor._engine = Engine()
+    arrival = asyncio.get_running_loop().create_future()
+    request, pixel_refs = ImageStore(put=lambda _: arrival).detach(
+        image_request("a/0", image_of(1))
+    )
+    running = asyncio.create_task(actor.generate_with_images(request, pixel_refs))
+    await asyncio.sleep(0)
+    assert known == ["a/0"]
+    arrival.set_result(image_of(1).pixels_HWC)
+    (placed,) = (await running).images
+    np.testing.assert_array_equal(placed.image.pixels_HWC, image_of(1).pixels_HWC)
 
 
 def test_an_image_is_stored_once_until_there_is_no_room_for_it():
