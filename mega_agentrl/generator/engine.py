@@ -33,7 +33,7 @@ import pickle
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.weight_transfer.base import (
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     import numpy as np
+    from vllm.inputs.engine import MultiModalInput, TokensInput
 
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
@@ -169,6 +170,7 @@ class Engine:
         """
         self._config = config
         self._request_deadline_s = deadline_s
+        self._image_slots = asyncio.Semaphore(config.max_num_seqs)
         self._image_prompts = ImagePrompts(model_path)
         args = engine_args(
             config,
@@ -268,12 +270,24 @@ class Engine:
         return RuntimeError(f"{self.name} refuses to generate: {self._refusal_reason}")
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
+        """Run a request in vLLM; one with images waits while `max_num_seqs` others have images.
+
+        vLLM keeps the patches of a request, 24 bytes for each pixel, from its arrival to its end.
+        Requests that wait are running ones for `pause`: without `hold` they run before it returns,
+        with `hold` they stay behind those that are held.
+        """
+        async with self._image_slots if request.images else nullcontext():
+            prompt = await self._image_prompts.render(request)
+            if request.request_id in self._aborted_ids:  # before vLLM knew its key
+                return aborted_generation(request, self._version)
+            return await self._run_prompt(request, prompt, key)
+
+    async def _run_prompt(
+        self, request: GenerateRequest, prompt: TokensInput | MultiModalInput, key: str
+    ) -> Generation:
         stop_ids, stop_strings = self._stop_table.split_stop_strings(request.stop)
         banned_ids = self._image_prompts.banned_ids
         params = sampling_params(request, stop_ids, stop_strings, banned_ids)
-        prompt = await self._image_prompts.render(request)
-        if request.request_id in self._aborted_ids:  # before vLLM knew its key
-            return aborted_generation(request, self._version)
         last = None
         async with aclosing(self._llm.generate(prompt, params, key)) as outputs:
             async for result in outputs:

@@ -17,6 +17,7 @@ from mega_agentrl.generator.engine import STUCK_TIMEOUT_S, Engine, ProgressMonit
 from mega_agentrl.generator.sampling import StopTokenTable
 from mega_agentrl.generator.sleep_mode import SleepController
 from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.generator.fake_vllm import NEVER, FakeVllm
 
@@ -117,9 +118,11 @@ class WaitingPrompts:
 
 
 @pytest.fixture
-def serving(hollow):
+def serving(hollow, monkeypatch):
     """An engine that serves with a fake vLLM, and waits before each request reaches it."""
-    hollow._config = EngineConfig()
+    monkeypatch.setattr(engine_module, "check_images", lambda *_: None)
+    hollow._config = EngineConfig(max_num_seqs=2)
+    hollow._image_slots = asyncio.Semaphore(2)
     hollow._request_deadline_s = 60.0
     hollow._image_prompts = WaitingPrompts()
     hollow._stop_table = StopTokenTable(None)
@@ -156,6 +159,44 @@ async def test_a_request_that_is_aborted_before_it_reaches_vllm_ends_without_it(
         again = await serving.generate(request)  # the id is free, and not aborted
     assert again.finish_reason is FinishReason.length
     assert serving._llm.calls == ["abort 0", "generate 1"]
+
+
+@pytest.fixture
+async def crowd(serving):
+    """Running requests with images, one more than vLLM can run, and one of text."""
+    serving._image_prompts.can_render.set()
+    sizes = {"width": 28, "height": 28, "grid_thw": (1, 2, 2), "merge_size": 2}
+    placed = PlacedImage(start=1, image=ImageInput(image_id="image", data=b"file", **sizes))
+    running = [
+        asyncio.create_task(
+            serving.generate(
+                GenerateRequest(request_id=name, token_ids=(1, 2), max_tokens=4, images=images)
+            )
+        )
+        for name, images in (("a", (placed,)), ("b", (placed,)), ("c", (placed,)), ("text", ()))
+    ]
+    await asyncio.sleep(0)
+    return running
+
+
+async def test_a_request_with_images_waits_until_vllm_can_run_it(serving, crowd):
+    vllm = serving._llm
+    assert vllm.calls == ["generate 0", "generate 1", "generate 3"]
+    pausing = asyncio.create_task(serving.pause())
+    await asyncio.sleep(0)
+    vllm.can_finish.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*crowd, pausing)
+    assert vllm.calls[3:] == ["generate 2", "pause_generation"]
+
+
+async def test_a_request_that_waits_fails_with_those_that_are_held(serving, crowd):
+    async with asyncio.timeout(60):
+        await serving.pause(hold=True)
+        await serving.refuse_requests("a bucket was lost")
+        errors = await asyncio.gather(*crowd, return_exceptions=True)
+    assert ["a bucket was lost" in str(error) for error in errors] == [True] * 4
+    assert "generate 2" not in serving._llm.calls
 
 
 def test_an_engine_is_stuck_if_requests_run_without_a_token():
