@@ -30,7 +30,8 @@ class Rotate(Tool):
         self, state: None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
     ) -> ToolResponse:
         """Return an image that the policy has been shown, rotated."""
-        images, number, degrees = kwargs["images"], arguments["image"], arguments["degrees"]
+        images, number = kwargs["images"], int(arguments["image"])  # JSON may have 1.0 for 1
+        degrees = arguments["degrees"]
         if not 1 <= number <= len(images):
             raise ValueError(f"There is no image {number}, only 1 to {len(images)}.")
         data = await run_in_thread(lambda: rotate(images[number - 1].read(), degrees))

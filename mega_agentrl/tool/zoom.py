@@ -68,22 +68,29 @@ class ZoomTool(Tool):
         self, state: None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
     ) -> ToolResponse:
         """Return the region as an image."""
-        image = _choose_image(kwargs["images"], arguments["image"])
-        box = region(arguments["box"], image.width, image.height, arguments["image"])
+        number = int(arguments["image"])  # 1.0 is an integer in JSON schema
+        image = _choose_image(kwargs["images"], number)
+        box = region(arguments["box"], image.width, image.height, number)
         size = self._size(box, arguments.get("scale"))
         data = await run_in_thread(lambda: crop(image, box, size))
         text = (
-            f"Region {list(box)} of image {arguments['image']}, which has {image.width} x "
-            f"{image.height} pixels, shown with {size[0]} x {size[1]} pixels."
+            f"Region {list(box)} of image {number}, which has {image.width} x {image.height} "
+            f"pixels, shown with {size[0]} x {size[1]} pixels."
         )
         return ToolResponse(text=text, images=(data,))
 
     def _size(self, box: tuple[int, int, int, int], scale: float | None) -> tuple[int, int]:
-        """Return width and height in pixels of the enlarged region."""
+        """Return width and height in pixels of the enlarged region.
+
+        Rounding may make the shorter side of an elongated region so short that the answer would be
+        refused as too elongated; it is then a little longer.
+        """
         width, height = box[2] - box[0], box[3] - box[1]
         factor = scale or max(1.0, self._config.min_side / min(width, height))
         factor = min(factor, self._config.max_side / max(width, height))
-        return max(1, round(width * factor)), max(1, round(height * factor))
+        width, height = round(width * factor), round(height * factor)
+        least = max(1, math.ceil(max(width, height) / MAX_ASPECT_RATIO))
+        return max(width, least), max(height, least)
 
 
 def region(box: Sequence[float], width: int, height: int, number: int) -> tuple[int, int, int, int]:

@@ -54,3 +54,5 @@ async def test_the_tool_is_the_example_and_rotates(tmp_path):
     (data,) = outcome.images
     after = Image.open(io.BytesIO(data))
     assert after.size == (28, 56) and after.getpixel((27, 0)) == before.getpixel((0, 0))
+    same = await session.execute("rotate", {"image": 1.0, "degrees": 90})
+    assert same.images == outcome.images

@@ -15,6 +15,7 @@ from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.zoom import ZoomTool, region
 from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import ToolStatus
+from mega_agentrl.vision.loader import ImageLimits, check_image
 
 
 def picture(width, height, name="a"):
@@ -101,6 +102,23 @@ def test_a_line_is_no_region():
     with pytest.raises(ValueError, match="200 times"):
         region([0, 0, 201, 1], 300, 300, 1)
     assert region([0, 0, 200, 1], 300, 300, 1) == (0, 0, 200, 1)
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [(190, 1), (390, 2), (1000, 5), (1, 190)],
+    ids=["one_row", "two_rows", "five_rows", "one_column"],
+)
+async def test_an_elongated_region_can_be_shown(sides):
+    """By hand: 190 x 1 is enlarged 5.39 times, to 1024 x 5, which is more than 200 : 1."""
+    session = await open_session(picture(*sides), min_side=224, max_side=1024)
+    (data,) = (await zoom(session, image=1, box=[0, 0, *sides])).images
+    check_image(data, "zoom", ImageLimits())
+
+
+async def test_the_number_of_the_image_may_be_written_as_a_float():
+    outcome = await zoom(await open_session(picture(60, 40)), image=1.0, box=[0, 0, 9, 9])
+    assert outcome.status is ToolStatus.ok and "of image 1, which" in outcome.answer
 
 
 async def test_a_fork_has_the_images_before_it_and_not_those_of_its_parent():

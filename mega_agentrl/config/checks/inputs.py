@@ -10,6 +10,7 @@ import os
 import os.path
 import shutil
 from importlib.util import find_spec
+from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,6 +121,15 @@ def check_images(config: TrainConfig, model: Mapping[str, Any]) -> None:
             "false with rollout.branching=released, which cuts answers to length as ARPO's "
             "published code does",
             "a preset of ARPO's published code; use rollout.branching=after_result",
+        )
+    longest = isqrt(config.data.max_image_pixels)
+    if config.tool.zoom.enabled and config.tool.zoom.max_side > longest:
+        raise ConfigError(
+            "tool.zoom.max_side",
+            config.tool.zoom.max_side,
+            f"at most {longest}, so that a square region has no more pixels than "
+            f"data.max_image_pixels={config.data.max_image_pixels}, the bound of every image",
+            "only one of the two was changed",
         )
 
 

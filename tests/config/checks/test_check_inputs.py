@@ -80,6 +80,17 @@ def test_the_released_rollout_shows_no_images_of_tools():
     assert error.key == "tool.zoom.enabled"
 
 
+def test_an_enlarged_region_is_within_the_bound_of_images():
+    config = TrainConfig(data=DataConfig(max_image_pixels=1024**2))
+    config.tool.zoom.enabled = True
+    check_images(config, {"vision_config": {}})
+    config.data.max_image_pixels -= 1
+    setting = refused_setting(check_images, config, {"vision_config": {}})
+    assert setting == ("tool.zoom.max_side", 1024)
+    config.tool.zoom.enabled = False
+    check_images(config, {"vision_config": {}})
+
+
 def reward_settings(filter_metric=FilterMetric.none, **reward):
     return TrainConfig(
         reward=RewardConfig(**reward), rollout=RolloutConfig(filter_metric=filter_metric)
