@@ -230,7 +230,9 @@ class TrajectoryRunner:
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
         except INFRA_ERRORS as error:
-            is_engine = self.state is TrajectoryState.generating
+            # An image that cannot be loaded for a request is no fault of the engine.
+            is_tool = isinstance(error, ToolSessionError)
+            is_engine = self.state is TrajectoryState.generating and not is_tool
             stop_reason = StopReason.aborted if is_engine else StopReason.tool_failure
             if clock.expired():
                 stop_reason = StopReason.trajectory_timeout

@@ -23,6 +23,7 @@ from mega_agentrl.rollout.io.image_files import MAX_FILE_BYTES, find_image
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.render import render_trajectory, render_tree
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
+from mega_agentrl.rollout.metrics.failures import count_failures
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.zoom import ZoomTool
@@ -344,6 +345,39 @@ async def test_a_vanished_file_fails_its_trajectory(codec, processor, images, tm
     (trajectory,) = tree.trajectories
     assert trajectory.stop_reason is StopReason.tool_failure
     assert "the file was replaced" in trajectory.failure_reason and not script.requests
+
+
+class LosingImages(RolloutImages):
+    """Images whose files are gone after `num_loads` calls."""
+
+    num_loads = 0
+
+    async def load(self, images):
+        self.num_loads -= 1
+        if self.num_loads < 0:
+            gone = replace(images[0].image, data=b"", path="nowhere.png", image_id="x")
+            images = [replace(images[0], image=gone)]
+        return await super().load(images)
+
+
+@pytest.mark.parametrize(
+    ("branching", "num_loads"),
+    [(Branching.none, 1), (Branching.released, 0)],
+    ids=["trajectory", "lockstep"],
+)
+async def test_a_file_that_vanishes_before_a_request_counts_as_a_failure(
+    codec, processor, branching, num_loads
+):
+    """The engine has not aborted anything, so the bound of failed trajectories applies."""
+    images = LosingImages(processor, codec.image_tokens)
+    images.num_loads = num_loads
+    kit = make_kit(codec, protocol=TAGS)
+    prompt = prompt_with(codec, processor, kit, make_picture(0))
+    tree, script = await sample(codec, images, prompt, kit, [], protocol=TAGS, branching=branching)
+    (trajectory,) = tree.trajectories
+    assert trajectory.stop_reason is StopReason.tool_failure and not script.requests
+    assert "nowhere.png" in trajectory.failure_reason
+    assert count_failures([tree]).exceeds(0.5)
 
 
 async def test_large_images_are_reduced_beside_the_trees(codec, processor, images, tmp_path):

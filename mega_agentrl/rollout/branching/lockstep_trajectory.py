@@ -144,6 +144,9 @@ class LockstepTrajectory:
             )
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
+        except ToolSessionError as error:  # an image cannot be loaded
+            self._fail(StopReason.tool_failure, error)
+            return
         except INFRA_ERRORS as error:
             self._fail(StopReason.aborted, error)
             return
