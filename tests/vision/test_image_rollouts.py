@@ -18,6 +18,7 @@ from mega_agentrl.config.sections.tools import ZoomToolConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
 from mega_agentrl.rollout.collector import collect_rollouts
+from mega_agentrl.rollout.conversation.messages import template_drift
 from mega_agentrl.rollout.images import RolloutImages, check_answers
 from mega_agentrl.rollout.io.image_files import MAX_FILE_BYTES, find_image
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
@@ -32,7 +33,7 @@ from mega_agentrl.types.images import PlacedImage
 from mega_agentrl.types.records import StopReason, ToolOutcome, ToolStatus
 from mega_agentrl.vision.placeholders import locate_images
 from mega_agentrl.vision.processor import ImageProcessor
-from tests.chat_models import Script, save_vision_folder
+from tests.chat_models import TEMPLATES, Script, save_vision_folder
 from tests.fakes import FakeRubric, make_context, make_prompt
 from tests.rollout.chat_run import call
 from tests.vision_models import make_picture
@@ -186,6 +187,37 @@ async def test_tags_show_an_image_within_the_result(codec, processor, images):
     assert placed.image.num_tokens == 2
     assert "| [image 56 x 28][image 56 x 28]&lt;|" in render_trajectory(trajectory)
     check_placeholders(codec, script.requests[1].token_ids, script.requests[1].images)
+
+
+async def test_a_template_that_drops_images_of_the_assistant_is_drift(
+    codec, processor, images, tmp_path
+):
+    """Within the assistant's turn, the answer has an image, which this template leaves out."""
+    template = (TEMPLATES / "qwen25vl.jinja").read_text()
+    texts = "message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join"
+    shown = "'\\n' + render(message.content) + '<|im_end|>"
+    assert shown in template
+    dropping = (
+        f"'\\n' + (render(message.content) if message.role == 'user' else {texts}) + '<|im_end|>"
+    )
+    folder = save_vision_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text(template.replace(shown, dropping))
+    kit = make_kit(codec, Camera(make_picture(1)), protocol=TAGS)
+    prompt = prompt_with(codec, processor, kit)
+    turns = ["<camera>x</camera>" + Script.CUT, "done"]
+    tree, _ = await sample(codec, images, prompt, kit, turns, protocol=TAGS)
+    (trajectory,) = tree.trajectories
+    drift = partial(
+        template_drift,
+        prompt,
+        trajectory.token_ids,
+        trajectory.turns,
+        mode=TemplateCheck.strict,
+        images=[placed.image for placed in trajectory.images],
+        in_chat=False,
+    )
+    assert drift(codec=codec) == ""
+    assert "0 image placeholders" in drift(codec=HFCodec(folder))
 
 
 class ForkingScript(Script):

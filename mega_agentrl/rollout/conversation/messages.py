@@ -102,7 +102,8 @@ def template_drift(
 ) -> str:
     """Describe the first difference between a trajectory and the chat template's rendering.
 
-    The description contains the difference and the text before it; it is empty if there is none.
+    The description contains the difference and the text before it; it is empty if there is none. A
+    conversation that the template cannot render differs, too.
     With the mode `ignore_strippable` white space does not count. `images` are those of the
     response, and `in_chat` says whether tools answer in chat messages.
     """
@@ -110,9 +111,12 @@ def template_drift(
         return ""
     messages = build_messages(prompt, turns, images, in_chat=in_chat)
     ends_in_assistant_turn = messages[-1]["role"] == "assistant"
-    rendered_ids = codec.apply_chat_template(
-        messages, prompt.tool_schemas or None, add_generation_prompt=not ends_in_assistant_turn
-    )
+    try:
+        rendered_ids = codec.apply_chat_template(
+            messages, prompt.tool_schemas or None, add_generation_prompt=not ends_in_assistant_turn
+        )
+    except ValueError as error:  # for example, it drops images from messages of the assistant
+        return f"the template cannot render the conversation: {error}"
     expected = codec.decode_with_special_tokens(rendered_ids)
     got = codec.decode_with_special_tokens((*prompt.token_ids, *token_ids))
     end = codec.turn_end_text if ends_in_assistant_turn else ""
