@@ -153,11 +153,13 @@ def encode_prompts(
             unless its row has schemas of its own.
 
     Raises:
-        ValueError: a prompt is too long under `Truncation.error`, or no prompt is left.
+        ValueError: the chat template ignores the tools, a prompt is too long under
+            `Truncation.error`, or no prompt is left.
     """
     schemas = tool_schemas or {}
     prompts = [item.prompt for item in unencoded]
     tools = [prompt.tool_schemas or _run_tool_schemas(prompt, schemas) for prompt in prompts]
+    _check_tools_rendered(codec, tools)
     encoded = encode_conversations(
         codec,
         [(prompt.messages, offered) for prompt, offered in zip(prompts, tools, strict=True)],
@@ -173,6 +175,22 @@ def encode_prompts(
         for prompt, offered, ids in zip(prompts, tools, encoded, strict=True)
     ]
     return _apply_length_limit(encoded_prompts, unencoded, codec, config, key)
+
+
+def _check_tools_rendered(codec: ChatCodec, tools: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Raise a `ConfigError` if the chat template ignores the schemas of prompts."""
+    num_prompts = sum(bool(offered) for offered in tools)
+    if num_prompts and not getattr(codec, "renders_tools", True):
+        raise ConfigError(
+            "model.path",
+            getattr(codec, "folder", ""),
+            f"a chat template that renders tools, because {num_prompts} prompts have function "
+            "schemas (rollout.call_protocol=hermes, or a column tools)",
+            "a template without a block for tools, such as chat_template.json of Qwen2.5-VL, which "
+            "is taken if the template of tokenizer_config.json ignores images; write a "
+            "chat_template.jinja that renders both into the folder (for example the former with "
+            "the tools block of the latter), or use rollout.call_protocol=tags",
+        )
 
 
 def _place_images(

@@ -38,6 +38,14 @@ _BASE_CONVERSATION: tuple[Message, ...] = (
     {"role": "user", "content": "Note this."},
     {"role": "assistant", "content": _SENTINEL},
 )
+_PROBE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 _PRIVATE_USE_CODEPOINTS = range(0xF0000, 0xFFFFE)
 """Code points without a meaning, used as placeholders."""
 
@@ -138,6 +146,19 @@ class ChatTemplate:
             return False
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return self._image_tokens is not None and ids.count(self._image_tokens.image_id) == 1
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the template writes the schemas of tools."""
+        probe = [{"role": "user", "content": "x"}]
+        try:
+            with_tool, without = (
+                self._render(probe, tools, add_generation_prompt=True)
+                for tools in ([_PROBE_SCHEMA], None)
+            )
+        except (TemplateError, TypeError, ValueError):
+            return True  # encoding the conversations shows the error
+        return with_tool != without
 
     def _check_images(self, messages: Sequence[Message]) -> None:
         """Raise `ValueError` for images in messages to a model of text."""
@@ -296,6 +317,11 @@ class HFCodec:
         return self._chat_template.encode(
             messages, tools, add_generation_prompt=add_generation_prompt
         )
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template writes the schemas of tools; some templates ignore them."""
+        return self._chat_template.renders_tools
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""

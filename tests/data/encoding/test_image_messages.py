@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.data.encoding import parallel_encode
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
+from mega_agentrl.data.rl_dataset import UnencodedPrompt, encode_prompts
 from mega_agentrl.types.images import ImageInput
 from mega_agentrl.vision.placeholders import image_parts, locate_images
 from tests.chat_models import TEMPLATES, save_tokenizer, save_vision_folder
+from tests.fakes import make_prompt
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,27 @@ def test_the_template_of_an_older_folder_is_in_the_processors_file(tmp_path):
     codec = HFCodec(folder)
     ids = codec.apply_chat_template([{"role": "user", "content": content}])
     assert ids.count(codec.image_tokens.image_id) == 2
+
+
+def test_a_template_that_ignores_tools_is_refused_where_prompts_have_some(tmp_path):
+    """As in published folders: one template renders tools, the other images."""
+    folder = save_vision_folder(tmp_path)
+    template = (TEMPLATES / "qwen25vl.jinja").read_text()
+    assert HFCodec(folder).renders_tools
+    (folder / "chat_template.jinja").write_text((TEMPLATES / "qwen25.jinja").read_text())
+    without_tools = template.replace("if tools", "if false")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": without_tools}))
+    codec = HFCodec(folder)
+    prompt = UnencodedPrompt(make_prompt(token_ids=()), "row 0", 1.0)
+    assert encode_prompts([prompt], codec, DataConfig(), key="data.train").prompts
+    schemas = {"add": {"type": "function", "function": {"name": "add", "parameters": {}}}}
+    with pytest.raises(ConfigError) as caught:
+        encode_prompts([prompt], codec, DataConfig(), key="data.train", tool_schemas=schemas)
+    assert (caught.value.key, caught.value.got) == ("model.path", str(folder.resolve()))
+    assert "chat_template.jinja" in caught.value.cause
+    (folder / "chat_template.jinja").write_text(template)
+    codec = HFCodec(folder)
+    assert encode_prompts([prompt], codec, DataConfig(), key="data.train", tool_schemas=schemas)
 
 
 def test_tokens_of_images_must_be_special(tmp_path):
