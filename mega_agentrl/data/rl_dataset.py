@@ -265,7 +265,7 @@ def _parse_prompt(
     if images is not None:
         messages = images.attach(messages, row.values, where, row.folder)
     else:
-        _refuse_images(row, config)
+        refuse_images(row.values, row.location, config)
     source = row.values[config.reward_fn_key]
     if not isinstance(source, str):
         raise ValueError(  # noqa: TRY004
@@ -293,13 +293,13 @@ def _parse_prompt(
     )
 
 
-def _refuse_images(row: _LocatedRow, config: DataConfig) -> None:
+def refuse_images(row: Mapping[str, Any], where: str, config: DataConfig) -> None:
     """Raise a `ConfigError` if a row for a model of text has images or videos."""
     for key, column in (("image_key", config.image_key), ("video_key", config.video_key)):
-        if column and row.values.get(column):
+        if column and row.get(column):
             raise ConfigError(
-                f"{row.location}, column {column}",
-                f"{type(row.values[column]).__name__} with images",
+                f"{where}, column {column}",
+                f"{type(row[column]).__name__} with images",
                 f"none, because model.path is a model of text; data.{key}='' ignores the column",
                 "a model without a vision tower, or another dataset",
             )

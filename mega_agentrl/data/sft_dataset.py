@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.data.index_stream import ShuffledIndexStream
-from mega_agentrl.data.rl_dataset import parse_tool_schemas, validate_messages
+from mega_agentrl.data.rl_dataset import parse_tool_schemas, refuse_images, validate_messages
 from mega_agentrl.data.table_reader import read_rows
 from mega_agentrl.types.records import Message
 from mega_agentrl.vision.placeholders import (
@@ -66,14 +67,19 @@ class Demonstration:
 
 
 def read_conversations(
-    path: str | Path, *, key: str = "sft.train_data", images: PromptImageReader | None = None
+    path: str | Path,
+    *,
+    key: str = "sft.train_data",
+    images: PromptImageReader | None = None,
+    config: DataConfig | None = None,
 ) -> list[Conversation]:
     """Read a parquet or JSONL table of chat messages.
 
     Args:
         path: the file.
         key: configuration key of the path, for error messages.
-        images: reads the images of the rows; None for a model of text, whose rows have none.
+        images: reads the images of the rows; None for a model of text, which refuses them.
+        config: names of the columns of images; by default those of the schema.
 
     Raises:
         ValueError: the file cannot be read, a row has no valid messages, or an image cannot be
@@ -85,7 +91,9 @@ def read_conversations(
         messages = validate_messages(
             row.values["messages"], f"{where}, column messages", with_parts=images is not None
         )
-        if images is not None:
+        if images is None:
+            refuse_images(row.values, where, config or DataConfig())
+        else:
             messages = images.attach(messages, row.values, where, Path(path).parent)
         schemas = parse_tool_schemas(row.values.get("tools"), f"{where}, column tools")
         conversations.append(Conversation(messages, schemas, where))

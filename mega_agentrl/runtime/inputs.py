@@ -195,7 +195,9 @@ def _read_tables(config: TrainConfig) -> _DataTables:
     demonstrations: Sequence[Conversation] = ()
     if config.sft.max_steps:
         dev = read([DataFile(config.sft.dev_data)], key="sft.dev_data")
-        demonstrations = read_conversations(config.sft.train_data, images=images)
+        demonstrations = read_conversations(
+            config.sft.train_data, images=images, config=config.data
+        )
     return _DataTables(train=train, validation=validation, dev=dev, demonstrations=demonstrations)
 
 

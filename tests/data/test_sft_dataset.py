@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.data.sft_dataset import (
     Demonstration,
     DemonstrationSampler,
@@ -63,6 +65,18 @@ def test_every_row_is_read_and_its_length_checked(tmp_path):
     path.write_text('{"prompt": "x"}')
     with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):
         read_conversations(path)
+
+
+def test_a_model_of_text_refuses_images(tmp_path):
+    path = tmp_path / "demonstrations.jsonl"
+    row = {"messages": chat("u<image>Q", "aA"), "images": ["a.png"], "pictures": ["a.png"]}
+    path.write_text(json.dumps(row))
+    with pytest.raises(ConfigError) as caught:
+        read_conversations(path)
+    assert caught.value.key == f"sft.train_data={path} line 1, column images"
+    with pytest.raises(ConfigError, match="column pictures"):
+        read_conversations(path, config=DataConfig(image_key="pictures"))
+    assert len(read_conversations(path, config=DataConfig(image_key=""))) == 1
 
 
 class ToolCountCodec(LetterCodec):
