@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json
 from mega_agentrl.types.images import ImageInput
 
@@ -70,6 +71,9 @@ class ImageProcessor:
         folder: Model folder with preprocessor_config.json.
         min_pixels: Least number of pixels of a resized image; None for the model's own.
         max_pixels: Largest number of pixels of a resized image; None for the model's own.
+
+    Raises:
+        ConfigError: the folder has no such file, or the least number is above the largest.
     """
 
     def __init__(
@@ -94,6 +98,15 @@ class ImageProcessor:
         )
         self.min_pixels: int = self._processor.size["shortest_edge"]
         self.max_pixels: int = self._processor.size["longest_edge"]
+        if self.min_pixels > self.max_pixels:
+            raise ConfigError(
+                "data.max_pixels",
+                self.max_pixels,
+                f"at least {self.min_pixels}, to which smaller images are enlarged",
+                "only one of data.min_pixels and data.max_pixels was set, and the other is the "
+                f"model's own ({folder}/preprocessor_config.json)",
+                {"data.min_pixels": self.max_pixels},
+            )
         self.merge_size: int = self._processor.merge_size
         self.patch_size: int = self._processor.patch_size
 

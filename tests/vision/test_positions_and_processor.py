@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.types.images import PlacedImage, images_within
 from mega_agentrl.vision.positions import rotary_positions
 from mega_agentrl.vision.processor import ImageProcessor, ImageTokens
-from tests.vision_models import IMAGE_ID, VISION_FAMILIES, make_picture, make_vision_model
+from tests.vision_models import (
+    IMAGE_ID,
+    VISION_FAMILIES,
+    make_picture,
+    make_vision_model,
+    write_preprocessor_config,
+)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +78,19 @@ def test_patches_of_loaded_pixels_equal_those_of_the_whole_processor(
     output = reference([Image.open(io.BytesIO(data))], return_tensors="np")
     assert image.grid_thw == tuple(output["image_grid_thw"][0])
     np.testing.assert_array_equal(processor.patches(image), output["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    "setting", [{"max_pixels": 783}, {"min_pixels": 112 * 112 + 1}], ids=["max", "min"]
+)
+def test_bounds_must_not_exclude_each_other(setting: dict[str, int], tmp_path: Path) -> None:
+    """The model's own are 28 x 28 and 112 x 112 pixels."""
+    write_preprocessor_config(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        ImageProcessor(tmp_path, **setting)
+    assert caught.value.key == "data.max_pixels"
+    solved = setting | {"min_pixels": caught.value.solution["data.min_pixels"]}
+    assert ImageProcessor(tmp_path, **solved).min_pixels == caught.value.got
 
 
 def test_a_prefix_may_not_end_within_an_image() -> None:
