@@ -20,7 +20,7 @@ from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.conversation.messages import template_drift
 from mega_agentrl.rollout.images import RolloutImages, check_answers
-from mega_agentrl.rollout.io.image_files import MAX_FILE_BYTES, find_image
+from mega_agentrl.rollout.io.image_files import MAX_FILE_BYTES, find_image, write_images
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.render import render_trajectory, render_tree
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
@@ -422,6 +422,51 @@ async def test_large_images_are_reduced_beside_the_trees(codec, processor, image
     (file,) = (tmp_path / "images").iterdir()
     assert file.suffix == ".jpeg" and Image.open(file).size == (512, 256)
     assert (tmp_path / "step.jsonl").stat().st_size < MAX_FILE_BYTES
+
+
+async def test_a_damaged_image_is_left_out_beside_the_trees(codec, processor, images, tmp_path):
+    """Pillow raises a `SyntaxError` at a chunk without a name."""
+    kit = make_kit(codec)
+    picture = make_picture(0, 600, 300)
+    prompt = prompt_with(codec, processor, kit, picture)
+    tree, _ = await sample(codec, images, prompt, kit, ["there"])
+    last = picture.rindex(b"IDAT")
+    damaged = replace(
+        prompt.images[0].image, data=picture[:last] + b"\0\0\0\0" + picture[last + 4 :]
+    )
+    write_images(tmp_path, [_with_image(tree, damaged)])
+    assert not (tmp_path / "images").exists()
+
+
+async def test_an_image_beyond_the_default_bounds_is_beside_the_trees(
+    codec, processor, images, tmp_path
+):
+    """A run may have larger bounds than the default ones."""
+    kit = make_kit(codec)
+    prompt = prompt_with(codec, processor, kit, make_picture(0))
+    tree, _ = await sample(codec, images, prompt, kit, ["there"])
+    buffer = io.BytesIO()
+    Image.new("L", (10_000, 5_001)).save(buffer, format="PNG")
+    large = replace(prompt.images[0].image, data=buffer.getvalue())
+    write_images(tmp_path, [_with_image(tree, large)])
+    assert find_image(tmp_path, large.image_id).suffix == ".png"
+
+
+def _with_image(tree, image):
+    """A tree whose prompt has this image."""
+    placed = replace(tree.prompt.images[0], image=image)
+    content = [{"type": "image", "image": image}]
+    prompt = replace(
+        tree.prompt, images=(placed,), messages=({"role": "user", "content": content},)
+    )
+    return replace(tree, prompt=prompt)
+
+
+def test_an_id_is_no_pattern(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").touch()
+    assert find_image(tmp_path, "a") == tmp_path / "images" / "a.png"
+    assert find_image(tmp_path, "*") is None and find_image(tmp_path, "b") is None
 
 
 async def test_pixels_are_decoded_once_and_bounded_in_bytes(codec, processor):

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.sections.data import MAX_IMAGE_PIXELS
 from mega_agentrl.types.atomic_file import atomic_path
-from mega_agentrl.vision.loader import ImageLimits, check_image
+from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image
 from mega_agentrl.vision.placeholders import image_parts
 
 if TYPE_CHECKING:
@@ -28,13 +29,17 @@ MAX_FILE_BYTES = 1 << 16
 """Size up to which files are copied as they are."""
 MAX_SIDE = 512
 """Longer side in pixels of a reduced image."""
+_LIMITS = ImageLimits(max_file_bytes=1 << 30, max_file_pixels=MAX_IMAGE_PIXELS)
+"""Largest bounds that a run may have; it has checked the files with its own."""
 
 _log = logging.getLogger(__name__)
 
 
 def find_image(folder: Path, image_id: str) -> Path | None:
     """Return the file of an image beside the tree files in `folder`, None if it was not written."""
-    return next((folder / FOLDER).glob(f"{image_id}.*"), None)
+    # The names are tried one by one: to search a folder of all images would take long for each.
+    paths = (folder / FOLDER / f"{image_id}.{kind.lower()}" for kind in FORMATS)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def write_images(folder: Path, trees: Sequence[RolloutTree]) -> None:
@@ -47,7 +52,7 @@ def write_images(folder: Path, trees: Sequence[RolloutTree]) -> None:
             continue
         try:
             data, suffix = _small_file(image)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SyntaxError) as error:  # Pillow's for broken PNG files
             _log.warning("%r is not written beside the trees: %s", image, error)
             continue
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
@@ -140,7 +145,7 @@ def _small_file(image: ImageInput) -> tuple[bytes, str]:
     from PIL import Image
 
     data = image.read()
-    kind = check_image(data, repr(image), ImageLimits())
+    kind = check_image(data, repr(image), _LIMITS)
     if len(data) <= MAX_FILE_BYTES:
         return data, kind.lower()
     buffer = io.BytesIO()
