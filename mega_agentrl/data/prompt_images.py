@@ -40,6 +40,10 @@ _MAX_VERIFY_THREADS = 16
 _MIB = 2**20
 
 
+class RemoteImageError(ConfigError):
+    """An image is at a URL, and the caller gave no cache folder for remote files."""
+
+
 def image_limits(config: DataConfig) -> ImageLimits:
     """Return the bounds of image files."""
     return ImageLimits(
@@ -154,7 +158,7 @@ class PromptImageReader:
 
     def _fetch(self, url: str, where: str) -> Path:
         if self._cache_folder is None:
-            raise ConfigError(
+            raise RemoteImageError(
                 where,
                 url,
                 "a path without a scheme, because the caller gave no cache folder for remote files",

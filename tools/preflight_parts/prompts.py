@@ -16,6 +16,7 @@ from mega_agentrl.config.checks.rollout import fitting_lengths
 from mega_agentrl.config.enums import CallProtocol, TemplateCheck, Truncation
 from mega_agentrl.config.ranges import MAX_TOKENS
 from mega_agentrl.config.sections.data import DataFile, parse_data_files
+from mega_agentrl.data.prompt_images import RemoteImageError
 from mega_agentrl.data.rl_dataset import load_prompts
 from mega_agentrl.estimate.preflight.report import PreflightProblem
 from mega_agentrl.estimate.preflight.suggestions import get_setting, with_overrides
@@ -82,6 +83,11 @@ def inspect_prompts(
                 tool_schemas=schemas,
                 images=open_image_reader(config, None),
             )
+        except RemoteImageError:
+            remote_notes.append(
+                f"{key}: images at URLs, and the prompts with them, are not checked"
+            )
+            continue
         except ValueError as error:
             problems.append(PreflightProblem(key, str(error)))
             continue
