@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.policy import ModelConfig
-from tests.chat_models import save_vision_folder
+from tests.chat_models import TEMPLATES, save_vision_folder
 from tests.vision_models import make_picture
 from tools.preflight_parts.prompts import inspect_prompts
 
@@ -43,3 +44,14 @@ def test_images_at_urls_are_a_note(config, tmp_path):
     files, problems, (note,) = inspect_prompts(config)
     assert files == problems == []
     assert note.startswith("data.train: images at URLs")
+
+
+def test_a_template_that_ignores_tools_is_a_problem(config, tmp_path):
+    config.rollout.call_protocol = CallProtocol.hermes
+    config.tool.zoom.enabled = True
+    config.data.max_prompt_tokens = 10_000
+    assert inspect_prompts(config)[1] == []
+    template = (TEMPLATES / "qwen25vl.jinja").read_text().replace("if tools", "if false")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    _, (problem,), _ = inspect_prompts(config)
+    assert problem.config_key == "data.train" and "chat_template.jinja" in problem.message
