@@ -11,12 +11,11 @@ cached image by its hash. Both caches are dropped by `Engine.pause`, before the 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal.inputs import (
     MultiModalFieldConfig,
@@ -25,10 +24,11 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 
-from mega_agentrl.config.input_files import read_json
-from mega_agentrl.vision.processor import ImageProcessor, ImageTokens
+from mega_agentrl.vision.processor import ImageProcessor, ImageTokens, find_image_tokens
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.inputs.engine import MultiModalInput, TokensInput
 
     from mega_agentrl.types.images import ImageInput, PlacedImage
@@ -59,14 +59,6 @@ class ImageRequestError(ValueError):
             f"request {self.request_id}: {self.field} is {self.got}, expected {self.expected}; "
             f"probable cause: {self.cause}"
         )
-
-
-def find_image_tokens(folder: str | Path) -> ImageTokens | None:
-    """Return the image tokens of the model in a folder; None for a text model."""
-    config = read_json(
-        Path(folder) / "config.json", "model.path", "a folder with a Hugging Face checkpoint"
-    )
-    return ImageTokens.from_folder(folder) if config.get("vision_config") else None
 
 
 def check_images(request: GenerateRequest, tokens: ImageTokens | None) -> None:
@@ -165,9 +157,9 @@ class ImagePrompts:
         self.tokens = find_image_tokens(folder)
         """Image tokens of the model; None for a text model."""
         self._processor = ImageProcessor(folder) if self.tokens is not None else None
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._patches: OrderedDict[str, np.ndarray] = OrderedDict()
+        self._patches: LRUCache[str, np.ndarray] = LRUCache(
+            max_bytes, getsizeof=lambda patches: patches.nbytes
+        )
         self._lock = asyncio.Lock()
 
     @property
@@ -224,11 +216,8 @@ class ImagePrompts:
             patches = self._patches.get(image.image_id)
             if patches is None:
                 patches = await asyncio.to_thread(self._processor.patches, image)
-                self._patches[image.image_id] = patches
-                self._num_bytes += patches.nbytes
-            self._patches.move_to_end(image.image_id)
-            while self._num_bytes > self._max_bytes:
-                self._num_bytes -= self._patches.popitem(last=False)[1].nbytes
+                if patches.nbytes <= self._patches.maxsize:
+                    self._patches[image.image_id] = patches
         return patches
 
 

@@ -42,7 +42,7 @@ from mega_agentrl.rollout.interaction.session import (
 )
 from mega_agentrl.runtime.cluster import check_local_size
 from mega_agentrl.tool.toolkit import build_toolkit, built_in_tools, load_tools
-from mega_agentrl.vision.processor import ImageProcessor, has_vision_tower
+from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -203,7 +203,7 @@ def _read_tables(config: TrainConfig) -> _DataTables:
 
 def open_image_reader(config: TrainConfig, cache_folder: Path | None) -> PromptImageReader | None:
     """Return the reader of the prompts' images; None for a model of text."""
-    if not has_vision_tower(config.model.path):
+    if find_image_tokens(config.model.path) is None:
         return None
     return PromptImageReader(config.data, _make_processor(config), cache_folder=cache_folder)
 

@@ -58,10 +58,12 @@ class ImageTokens:
         return [self.start_id, *[self.image_id] * image.num_tokens, self.end_id]
 
 
-def has_vision_tower(folder: str | Path) -> bool:
-    """Return whether a folder's config.json is that of a vision-language model."""
+def find_image_tokens(folder: str | Path) -> ImageTokens | None:
+    """Return the image tokens of the model in a folder; None for a text model."""
     path = Path(folder) / "config.json"
-    return path.is_file() and "vision_config" in read_json(path, _KEY, _EXPECTED)
+    if not path.is_file() or read_json(path, _KEY, _EXPECTED).get("vision_config") is None:
+        return None
+    return ImageTokens.from_folder(folder)
 
 
 class ImageProcessor:

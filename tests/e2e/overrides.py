@@ -1,13 +1,29 @@
-"""Overrides that point a run at the small input of `tests/conftest.py`."""
+"""Input of runs of a user, and the overrides that point a run at it."""
+
+import subprocess
+import sys
+
+from tests.e2e.conftest import ROOT
+
+
+def make_task(task, folder, *sizes):
+    """Write model and data of a generated task with `tools/make_tiny_model.py`."""
+    script = [str(ROOT / "tools" / "make_tiny_model.py"), "--task", task, "--out", str(folder)]
+    subprocess.run([sys.executable, *script, *sizes], check=True, timeout=240, capture_output=True)
+
+
+def task_overrides(folder, run_dir):
+    """Return the overrides for model and data of a folder."""
+    return [
+        f"run_dir={run_dir}",
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.parquet",
+        f"data.validation={folder}/validation.parquet",
+        f"sft.train_data={folder}/demonstrations.parquet",
+        f"sft.dev_data={folder}/dev.parquet",
+    ]
 
 
 def asset_overrides(assets, run_dir):
-    return [
-        f"run_dir={run_dir}",
-        f"model.path={assets}/model",
-        f"data.train={assets}/train.parquet",
-        f"data.validation={assets}/validation.parquet",
-        f"sft.train_data={assets}/demonstrations.parquet",
-        f"sft.dev_data={assets}/dev.parquet",
-        f"tool.search.source={assets}/corpus.jsonl",
-    ]
+    """Return the overrides for the small tool-QA of `tests/conftest.py`."""
+    return [*task_overrides(assets, run_dir), f"tool.search.source={assets}/corpus.jsonl"]

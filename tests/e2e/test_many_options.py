@@ -1,13 +1,11 @@
 """Options that change what is trained on, together in runs with the real policy and engine."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 
-from tests.e2e.conftest import ROOT, finish, start
-from tests.e2e.overrides import asset_overrides
+from tests.e2e.conftest import finish, start
+from tests.e2e.overrides import asset_overrides, make_task, task_overrides
 from tests.reward.test_llm_judge import Server
 from tests.train.metric_lines import metric_lines
 
@@ -57,20 +55,14 @@ def test_ares_with_bootstrap_filter_judge_and_a_reward_function_two_steps_ahead(
 @pytest.mark.slow(90)
 def test_function_calls_in_the_models_template_are_trained_on(tmp_path):
     data, run_dir = tmp_path / "calls", tmp_path / "run"
-    script = [str(ROOT / "tools" / "make_tiny_model.py"), "--task", "calls", "--out", str(data)]
-    subprocess.run([sys.executable, *script], check=True, timeout=240, capture_output=True)
+    make_task("calls", data)
     child = start(
         "experiment=smoke_calls",
         "total_steps=2",
         "sft.max_steps=150",
         "data.prompts_per_step=8",
         "evaluate.num_questions=10",
-        f"run_dir={run_dir}",
-        f"model.path={data}/model",
-        f"data.train={data}/train.parquet",
-        f"data.validation={data}/validation.parquet",
-        f"sft.train_data={data}/demonstrations.parquet",
-        f"sft.dev_data={data}/dev.parquet",
+        *task_overrides(data, run_dir),
     )
     code, output = finish(child, 420)
     assert code == 0, output[-3000:]

@@ -2,14 +2,13 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 
-from tests.e2e.conftest import ROOT, finish, start
+from tests.e2e.conftest import finish, start
+from tests.e2e.overrides import make_task, task_overrides
 from tests.train.metric_lines import metric_lines
 
 SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=400")
@@ -43,8 +42,7 @@ def write_qwen3_vl(folder):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_an_agent_that_zooms_is_trained_on_what_the_engine_saw(family, tmp_path):
     data, run_dir = tmp_path / "vision", tmp_path / "run"
-    script = [str(ROOT / "tools" / "make_tiny_model.py"), "--task", "vision", "--out", str(data)]
-    subprocess.run([sys.executable, *script, *SIZES], check=True, timeout=240, capture_output=True)
+    make_task("vision", data, *SIZES)
     if family == "qwen3_vl":
         write_qwen3_vl(data / "model")
     child = start(
@@ -54,12 +52,7 @@ def test_an_agent_that_zooms_is_trained_on_what_the_engine_saw(family, tmp_path)
         "data.prompts_per_step=8",
         "evaluate.num_questions=20",
         "report.save_trees_every_steps=1",
-        f"run_dir={run_dir}",
-        f"model.path={data}/model",
-        f"data.train={data}/train.parquet",
-        f"data.validation={data}/validation.parquet",
-        f"sft.train_data={data}/demonstrations.parquet",
-        f"sft.dev_data={data}/dev.parquet",
+        *task_overrides(data, run_dir),
     )
     code, output = finish(child, 420)
     assert code == 0, output[-3000:]

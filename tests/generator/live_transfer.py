@@ -8,13 +8,14 @@ update(folder, version)              # or raises what the engines say, after `re
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.reshard.verify.digest_verifier import regions_of_layout
 from tests.reshard.fake_rollout import expected_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from mega_agentrl.reshard.layout import ShardLayout
@@ -31,6 +32,18 @@ class LiveTransfer:
     def __init__(self, trainer: FakeTrainer, engines: Sequence[EngineHost]) -> None:
         self.trainer, self.engines = trainer, list(engines)
         self.layouts: list[list[list[ShardLayout]]] = []
+
+    @classmethod
+    @contextmanager
+    def connected(
+        cls, trainer: FakeTrainer, engine: EngineHost, folder: Path
+    ) -> Iterator[LiveTransfer]:
+        """Connect a trainer and an engine, which ends with the weights of the folder."""
+        update = cls(trainer, [engine])
+        update.connect()
+        yield update
+        update.connect()
+        update(folder, 100)
 
     def connect(self, *, fault: Fault | None = None) -> None:
         """Let all ranks join a new session. fault: what a trainer rank is told wrongly."""

@@ -16,11 +16,10 @@ from mega_agentrl.generator.image_prompts import (
     ImagePrompts,
     ImageRequestError,
     check_images,
-    find_image_tokens,
 )
 from mega_agentrl.types.images import PlacedImage
 from mega_agentrl.types.records import GenerateRequest
-from mega_agentrl.vision.processor import ImageProcessor
+from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 from tests.generator.vision_model import image_request, load_image
 from tests.vision_models import IMAGE_ID, VIDEO_ID, make_vision_model
 

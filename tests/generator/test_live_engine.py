@@ -305,12 +305,8 @@ def trainer(model_folder):
 
 @pytest.fixture
 def update(engine, trainer, model_folder):
-    """Connected; leaves the engine with the weights that other tests expect."""
-    update = LiveTransfer(trainer, [engine])
-    update.connect()
-    yield update
-    update.connect()
-    update(model_folder, 100)
+    with LiveTransfer.connected(trainer, engine, model_folder) as update:
+        yield update
 
 
 def request(name, prompt=PROMPT):

@@ -162,12 +162,8 @@ def trainer(folder):
 
 @pytest.fixture
 def update(engine, trainer, folder):
-    """Connected; leaves the engine with the weights that other tests expect."""
-    update = LiveTransfer(trainer, [engine])
-    update.connect()
-    yield update
-    update.connect()
-    update(folder, 100)
+    with LiveTransfer.connected(trainer, engine, folder) as update:
+        yield update
 
 
 def test_features_of_an_older_tower_are_not_used_after_an_update(

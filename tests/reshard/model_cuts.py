@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from mega_agentrl.reshard.mapping.model_mapping import megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape, MoeShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
+from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
 
 BIASES = {"qkv_bias": True, "o_proj_bias": True, "mlp_bias": True}
 
@@ -132,3 +134,15 @@ def models_and_ranks(draw: st.DrawFn) -> tuple[ModelShape, list[ModelParallelRan
     if draw(st.booleans()):
         changes |= {"head": HeadKind.scalar, "tie_word_embeddings": False}
     return make_shape(**changes), all_parallel_ranks(**cut)
+
+
+def ranks_by_row(
+    layouts: Sequence[Sequence[ShardLayout]],
+) -> dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], Any]:
+    """Return the ranks that hold each (tensor, row, first and last columns), however it is cut."""
+    return {
+        (name, row, rect.start[1:], rect.stop[1:]): ranks
+        for name, rects in rect_owners(layouts, RankSetCache()).items()
+        for rect, ranks in rects.items()
+        for row in range(rect.start[0], rect.stop[0])
+    }

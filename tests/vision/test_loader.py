@@ -1,4 +1,4 @@
-"""What is not an image is refused with its place, before pixels are decoded."""
+"""The loader refuses files that are not images, names their place, and decodes no pixels before."""
 
 from __future__ import annotations
 

@@ -51,8 +51,12 @@ class PackedRotaryEmbedding(torch.nn.Module):
         transformer_config: Any,
         packed_seq_params: PackedTreeParams,
     ) -> torch.Tensor:
-        """Return the `[S]` int64 positions, which Megatron passes on to `forward`."""
-        return packed_seq_params.position_S
+        """Return the positions, which Megatron passes on to `forward`."""
+        return self.positions(packed_seq_params)
+
+    def positions(self, trees: PackedTreeParams) -> torch.Tensor:
+        """Return the `[S]` int64 positions of the packed tokens."""
+        return trees.position_S
 
     def forward(
         self, position_S: torch.Tensor, packed_seq: bool = False, cp_group: None = None
@@ -74,17 +78,10 @@ class PackedMultimodalRotaryEmbedding(PackedRotaryEmbedding):
         super().__init__(head_dim, rope)
         self.axis_of_frequency = compute_frequency_axes(rope)
 
-    def get_rotary_seq_len(
-        self,
-        inference_context: None,
-        transformer: Any,
-        transformer_input: Any,
-        transformer_config: Any,
-        packed_seq_params: PackedTreeParams,
-    ) -> torch.Tensor:
-        """Return the `[3, S]` int64 positions, which Megatron passes on to `forward`."""
-        assert packed_seq_params.rotary_position_3S is not None, "packed for a text model"
-        return packed_seq_params.rotary_position_3S
+    def positions(self, trees: PackedTreeParams) -> torch.Tensor:
+        """Return the `[3, S]` int64 positions of the packed tokens."""
+        assert trees.rotary_position_3S is not None, "packed for a text model"
+        return trees.rotary_position_3S
 
     def forward(
         self, position_3S: torch.Tensor, packed_seq: bool = False, cp_group: None = None

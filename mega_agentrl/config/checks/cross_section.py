@@ -62,21 +62,14 @@ def check_config(config: TrainConfig) -> None:
     check_groups(config)
     check_branching(config)
     check_inference_template(config)
-    if config.algo.needs_critic and has_experts(model):
+    if config.algo.needs_critic and (has_experts(model) or has_images(model)):
+        trait = "has experts" if has_experts(model) else "sees images"
         raise ConfigError(
             "algo.advantage",
             config.algo.advantage,
             "an estimator without a critic (grpo and rloo need none), because the critic has the "
-            "architecture of model.path, which has experts",
+            f"architecture of model.path, which {trait}",
             "a preset of another model",
-        )
-    if config.algo.needs_critic and has_images(model):
-        raise ConfigError(
-            "algo.advantage",
-            config.algo.advantage,
-            "an estimator without a critic (grpo and rloo need none), because the critic has the "
-            "architecture of model.path, which sees images",
-            "a preset of a text model",
         )
     if config.reward.hosts_reward_model and has_images(model):
         raise ConfigError(

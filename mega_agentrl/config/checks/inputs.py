@@ -14,6 +14,7 @@ from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.checks.parallel import has_images
 from mega_agentrl.config.declarations import check_keyword_function
 from mega_agentrl.config.enums import (
     Branching,
@@ -99,14 +100,13 @@ def check_images(config: TrainConfig, model: Mapping[str, Any]) -> None:
 
     `model` is the model's config.json.
     """
-    has_vision_tower = "vision_config" in model
     settings = {
         "tool.zoom.enabled": config.tool.zoom.enabled,
         "data.min_pixels": config.data.min_pixels,
         "data.max_pixels": config.data.max_pixels,
     }
     for key, value in settings.items():
-        if value and not has_vision_tower:
+        if value and not has_images(model):
             raise ConfigError(
                 key,
                 value,

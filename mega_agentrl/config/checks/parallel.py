@@ -18,6 +18,8 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import decoder_settings, read_json
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mega_agentrl.config.schema import TrainConfig
 
 SUPPORTED_ARCHITECTURES = (
@@ -78,9 +80,9 @@ def has_experts(model: dict[str, Any]) -> bool:
     return any("Moe" in name for name in model["architectures"])
 
 
-def has_images(model: dict[str, Any]) -> bool:
+def has_images(model: Mapping[str, Any]) -> bool:
     """Whether `config.json` describes a vision-language model."""
-    return bool(model.get("vision_config"))
+    return model.get("vision_config") is not None
 
 
 def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
 from mega_agentrl.types.records import Message
 from mega_agentrl.vision.placeholders import expand_placeholders, image_parts
-from mega_agentrl.vision.processor import ImageTokens, has_vision_tower
+from mega_agentrl.vision.processor import ImageTokens, find_image_tokens
 
 _TOKENIZER_CLASSES = {
     "TokenizersBackend": "PreTrainedTokenizerFast",
@@ -384,9 +384,9 @@ def _read_image_tokens(folder: Path, tokenizer: Any) -> ImageTokens | None:
     Raises:
         ConfigError: one of them is an ordinary token, which text could contain.
     """
-    if not has_vision_tower(folder):
+    tokens = find_image_tokens(folder)
+    if tokens is None:
         return None
-    tokens = ImageTokens.from_folder(folder)
     added = tokenizer.added_tokens_decoder
     for token_id in tokens.all_ids:
         if token_id not in added or not added[token_id].special:

@@ -29,7 +29,7 @@ from mega_agentrl.data.vision_qa.pictures import (
 
 
 class QuestionKind(StrEnum):
-    """What a question asks for."""
+    """Subject of a question: the colour of the figure, or the colour of a sign."""
 
     colour = "colour"
     sign = "sign"

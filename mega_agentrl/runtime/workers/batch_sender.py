@@ -20,7 +20,7 @@ from mega_agentrl.batch.row_sharding import RowSharder, load_imbalance
 from mega_agentrl.config.enums import LossAggregation
 from mega_agentrl.estimate.flops import pairs_per_token
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.vision.processor import ImageTokens, has_vision_tower
+from mega_agentrl.vision.processor import find_image_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,8 +115,8 @@ class BatchSender:
     @cached_property
     def _placeholder_id(self) -> int | None:
         """Token id of a placeholder of images; None for a text model."""
-        folder = self._config.model.path
-        return ImageTokens.from_folder(folder).image_id if has_vision_tower(folder) else None
+        tokens = find_image_tokens(self._config.model.path)
+        return None if tokens is None else tokens.image_id
 
     def _pack(self, batch: TrainBatch) -> PackedRows:
         if self._placeholder_id is not None:

@@ -8,11 +8,11 @@ used last; the store drops an image when neither the driver nor a running reques
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
+from cachetools import LRUCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ STORE_BYTES = 1 << 30
 
 
 class ImageStore:
-    """References to the pixels of images, least recently used first.
+    """References to the pixels of the images that were used last.
 
     Args:
         max_bytes: Maximum size of the pixels that are kept.
@@ -33,10 +33,10 @@ class ImageStore:
     """
 
     def __init__(self, max_bytes: int = STORE_BYTES, put: Callable[[Any], Any] = ray.put) -> None:
-        self._max_bytes = max_bytes
         self._put = put
-        self._num_bytes = 0
-        self._entries: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._entries: LRUCache[str, tuple[Any, int]] = LRUCache(
+            max_bytes, getsizeof=lambda entry: entry[1]
+        )
 
     def detach(self, request: GenerateRequest) -> tuple[GenerateRequest, dict[str, Any]]:
         """Return the request without pixels, and references to them by image id."""
@@ -48,15 +48,12 @@ class ImageStore:
         return replace(request, images=images), refs
 
     def _ref(self, image: ImageInput) -> Any:
-        key = image.image_id
-        if key not in self._entries:
-            assert image.pixels_HWC is not None, f"{image!r} was not loaded"
-            self._entries[key] = (self._put(image.pixels_HWC), image.pixels_HWC.nbytes)
-            self._num_bytes += image.pixels_HWC.nbytes
-        ref, _ = self._entries[key]
-        self._entries.move_to_end(key)
-        while self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._entries.popitem(last=False)[1][1]
+        if image.image_id in self._entries:
+            return self._entries[image.image_id][0]
+        assert image.pixels_HWC is not None, f"{image!r} was not loaded"
+        ref, num_bytes = self._put(image.pixels_HWC), image.pixels_HWC.nbytes
+        if num_bytes <= self._entries.maxsize:
+            self._entries[image.image_id] = (ref, num_bytes)
         return ref
 
 

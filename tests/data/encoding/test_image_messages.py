@@ -95,7 +95,7 @@ def test_the_template_of_an_older_folder_is_in_the_processors_file(tmp_path):
 
 
 def test_a_template_that_ignores_tools_is_refused_where_prompts_have_some(tmp_path):
-    """As in published folders: one template renders tools, the other images."""
+    """The folder has two templates, as published ones do: one renders tools, the other images."""
     folder = save_vision_folder(tmp_path)
     template = (TEMPLATES / "qwen25vl.jinja").read_text()
     assert HFCodec(folder).renders_tools

@@ -7,8 +7,8 @@ import pytest
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
 from tests.estimate.shapes import released
+from tests.reshard.model_cuts import ranks_by_row
 from tests.reshard.rollout_cuts import rollout_layout
 
 MODELS = {
@@ -27,18 +27,8 @@ def test_each_rank_has_the_shards_that_vllm_loads(name, size, folders):
     ours = [engine_shard_layouts(shape, rank, size) for rank in range(size)]
     theirs = [rollout_layout(shape, rank, size) for rank in range(size)]
     assert list(map(num_elements, ours)) == list(map(num_elements, theirs)), "padding included"
-    assert cells(ours) == cells(theirs)
+    assert ranks_by_row(ours) == ranks_by_row(theirs)
     assert {shard.name for shard in ours[0]} == set(hf_shapes(shape))
-
-
-def cells(layouts):
-    """(tensor, row or element, columns) with its ranks: however the rectangles are cut."""
-    return {
-        (name, row, rect.start[1:], rect.stop[1:]): ranks
-        for name, rects in rect_owners(layouts, RankSetCache()).items()
-        for rect, ranks in rects.items()
-        for row in range(rect.start[0], rect.stop[0])
-    }
 
 
 def test_more_ranks_than_key_heads_share_one():

@@ -19,9 +19,9 @@ from mega_agentrl.generator.weights.loader_trace import (
 )
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.planner.regions import RankSetCache, rect_owners
 from tests.generator.vision_model import write_vision_model
 from tests.reshard.faults import cut
+from tests.reshard.model_cuts import ranks_by_row
 from tests.reshard.rollout_cuts import engine_layouts
 from tests.tiny_models import make_tiny_model
 from tests.vision_models import VISION_FAMILIES
@@ -116,28 +116,18 @@ def test_vision_towers_are_traced_like_decoders(tmp_path, family, tensor_size):
     check_against_vllm(folder, layouts)
     shape = ModelShape.from_folder(folder)
     estimated = [engine_shard_layouts(shape, rank, tensor_size) for rank in range(tensor_size)]
-    assert rows_of(layouts) == rows_of(estimated)
+    assert ranks_by_row(layouts) == ranks_by_row(estimated)
     assert list(map(num_elements, layouts)) == list(map(num_elements, estimated))
 
 
 def check_against_vllm(folder, layouts):
-    """What the layouts cut from the folder's tensors is what vLLM's loader leaves."""
+    """Check that layouts cut from the folder's tensors the parameters that vLLM's loader leaves."""
     tensors = load_file(folder / "model.safetensors")
     models = loaded_by_vllm(folder, tensors, len(layouts))
     for layout, parameters in zip(layouts, models, strict=True):
         assert {shard.name for shard in layout} == set(parameters)
         for param, values in cut(layout, tensors).items():
             assert torch.equal(values, parameters[param]), param
-
-
-def rows_of(layouts):
-    """(tensor, row, columns) with its ranks: however the rectangles are cut."""
-    return {
-        (name, row, rect.start[1:], rect.stop[1:]): ranks
-        for name, rects in rect_owners(layouts, RankSetCache()).items()
-        for rect, ranks in rects.items()
-        for row in range(rect.start[0], rect.stop[0])
-    }
 
 
 def comparable(layout):
