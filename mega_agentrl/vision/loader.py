@@ -110,6 +110,15 @@ def check_image(data: bytes, where: str, limits: ImageLimits, *, decode: bool = 
             return str(image.format)
 
 
+def reduced_image(data: bytes, max_side: int) -> PillowImage:
+    """Decode an image that `check_image` has accepted, with at most `max_side` pixels a side."""
+    with _open_image(data, FORMATS) as image:
+        image.draft("RGB", (max_side, max_side))
+        reduced = image.convert("RGB")
+    reduced.thumbnail((max_side, max_side))
+    return reduced
+
+
 def animation_frames(
     data: bytes, where: str, limits: ImageLimits, *, fps: float, max_frames: int
 ) -> list[bytes]:

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from mega_agentrl.types.images import ImageInput
+from mega_agentrl.vision.loader import ImageLimits, check_image, reduced_image
 
 THUMBNAIL_SIZE = 128
 """Maximum width and height of a thumbnail in pixels."""
 MAX_THUMBNAIL_BYTES = 16 * 1024
 MAX_THUMBNAILS_PER_TREE = 32
-MAX_FILE_BYTES = 32 * 1024 * 1024
-MAX_FILE_PIXELS = 50_000_000
 _JPEG_QUALITIES = (80, 50)
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_LIMITS = ImageLimits()
 
 
 class TreeThumbnails:
@@ -64,22 +63,16 @@ class TreeThumbnails:
 @lru_cache(maxsize=4096)
 def thumbnail_uri(image: ImageInput) -> str:
     """Return the data URI of a thumbnail; empty if the file cannot be read or is too large."""
-    from PIL import Image
-
     if not image.data:
         path = Path(image.path)
-        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+        if not path.is_file() or path.stat().st_size > _LIMITS.max_file_bytes:
             return ""
     try:
-        with Image.open(io.BytesIO(image.read()), formats=_FORMATS) as file:
-            if file.width * file.height > MAX_FILE_PIXELS:
-                return ""
-            file.draft("RGB", (THUMBNAIL_SIZE, THUMBNAIL_SIZE))
-            small = file.convert("RGB")
-    # Pillow raises SyntaxError for broken PNG files.
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        data = image.read()
+        check_image(data, repr(image), _LIMITS)
+        small = reduced_image(data, THUMBNAIL_SIZE)
+    except (OSError, ValueError, SyntaxError):  # Pillow's SyntaxError is for broken PNG files
         return ""
-    small.thumbnail((THUMBNAIL_SIZE, THUMBNAIL_SIZE))
     return _encode(small)
 
 

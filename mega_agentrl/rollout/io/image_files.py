@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.sections.data import MAX_IMAGE_PIXELS
 from mega_agentrl.types.atomic_file import atomic_path
-from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image
+from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image, reduced_image
 from mega_agentrl.vision.placeholders import image_parts
 
 if TYPE_CHECKING:
@@ -142,16 +142,10 @@ def _strip_turn(turn: Turn) -> Turn:
 
 def _small_file(image: ImageInput) -> tuple[bytes, str]:
     """Return the bytes and the suffix of the file to write."""
-    from PIL import Image
-
     data = image.read()
     kind = check_image(data, repr(image), _LIMITS)
     if len(data) <= MAX_FILE_BYTES:
         return data, kind.lower()
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(data)) as file:
-        file.draft("RGB", (MAX_SIDE, MAX_SIDE))
-        reduced = file.convert("RGB")
-    reduced.thumbnail((MAX_SIDE, MAX_SIDE))
-    reduced.save(buffer, format="JPEG")
+    reduced_image(data, MAX_SIDE).save(buffer, format="JPEG")
     return buffer.getvalue(), "jpeg"

@@ -22,6 +22,7 @@ from mega_agentrl.rollout.io.image_files import find_image
 from mega_agentrl.rollout.io.nodes import to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
 from mega_agentrl.types.images import ImageInput
+from mega_agentrl.vision.loader import ImageLimits
 from tests.report.pages import characters, tree_with_images
 from tests.vision_models import make_picture
 
@@ -84,7 +85,7 @@ def test_an_image_that_cannot_be_shown_has_a_label_only(image):
 
 
 def test_a_header_that_promises_too_many_pixels_is_not_decoded(monkeypatch):
-    monkeypatch.setattr(thumbnails, "MAX_FILE_PIXELS", 56 * 28 - 1)
+    monkeypatch.setattr(thumbnails, "_LIMITS", ImageLimits(max_file_pixels=56 * 28 - 1))
     assert thumbnail_uri(image_of(make_picture(0))) == ""
 
 
