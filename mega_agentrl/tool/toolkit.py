@@ -40,7 +40,13 @@ if TYPE_CHECKING:
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.python import SandboxProvider
     from mega_agentrl.types.protocols import TextCodec
-    from mega_agentrl.types.records import InvalidToolCall, Prompt, ToolCall, ToolOutcome
+    from mega_agentrl.types.records import (
+        AssistantText,
+        InvalidToolCall,
+        Prompt,
+        ToolCall,
+        ToolOutcome,
+    )
 
 _log = logging.getLogger(__name__)
 
@@ -151,6 +157,10 @@ class ToolKit:
     def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
         """Return the calls of an assistant turn in order, including invalid ones."""
         return self._call_protocol.parse_calls(turn_text)
+
+    def split_turn(self, turn_text: str) -> AssistantText:
+        """Take an assistant turn apart; with tags, calls are part of the content."""
+        return self._call_protocol.split_turn(turn_text)
 
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text of the turn or content of a message, escaped."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.images import ImageInput, PlacedImage
     from mega_agentrl.types.records import (
+        AssistantText,
         GenerateRequest,
         Generation,
         InvalidToolCall,
@@ -116,6 +117,9 @@ class ToolProvider(Protocol):
 
     def parse_calls(self, turn_text: str) -> Sequence[ToolCall | InvalidToolCall]:
         """Return the calls of an assistant turn in order, including invalid ones."""
+
+    def split_turn(self, turn_text: str) -> AssistantText:
+        """Take an assistant turn apart into reasoning, content and valid calls."""
 
     def render_outcome(self, outcome: ToolOutcome) -> str:
         """Return an outcome as text for the policy, control tags escaped."""
@@ -230,6 +234,9 @@ class ChatCodec(TextCodec, Protocol):
 
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's end and the next assistant turn."""
+
+    def encode_assistant_turn(self, text: str) -> list[int]:
+        """Return the ids, with end of turn, of an assistant turn that the policy did not sample."""
 
     def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids, including special tokens."""

@@ -210,6 +210,17 @@ class InvalidToolCall:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class AssistantText:
+    """The text of an assistant turn, taken apart."""
+
+    reasoning: str
+    """Chain of thought, without its markers; empty without one."""
+    content: str
+    """Text outside of the reasoning and of the calls. Calls that cannot be parsed stay in it."""
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class ToolOutcome:
     """Typed result of a tool call."""
 

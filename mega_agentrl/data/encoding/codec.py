@@ -103,6 +103,19 @@ class ChatTemplate:
         ids = self._encode_rendered(tail[tail.index(eos) + len(eos) :], text_by_placeholder)
         return self._expand_images(ids, messages)
 
+    def encode_assistant_turn(self, text: str) -> list[int]:
+        """Return the ids between the generation prompt and, including it, the turn's eos."""
+        conversation = [_BASE_CONVERSATION[0], {"role": "assistant", "content": text}]
+        replaced, text_by_placeholder = self._replace_special_tokens(conversation)
+        prompt = self._render(replaced[:1], None, add_generation_prompt=True)
+        whole = self._render(replaced, None, add_generation_prompt=False)
+        while not whole.startswith(prompt):  # it may open a reasoning that the turn does not have
+            prompt = prompt[:-1]
+        turn = whole.removeprefix(prompt)
+        eos = str(self._tokenizer.eos_token)
+        turn = turn[: turn.rindex(eos) + len(eos)] if eos in turn else turn + eos
+        return self._encode_rendered(turn, text_by_placeholder)
+
     def turn_end_text(self) -> str:
         """Return what the template writes after the text of the last assistant turn."""
         text = self._render(_BASE_CONVERSATION, None, add_generation_prompt=False)
@@ -326,6 +339,10 @@ class HFCodec:
     def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
         return self._chat_template.encode_next_turn(messages)
+
+    def encode_assistant_turn(self, text: str) -> list[int]:
+        """Return the ids, with end of turn, of an assistant turn that the policy did not sample."""
+        return self._chat_template.encode_assistant_turn(text)
 
     @property
     def turn_end_text(self) -> str:

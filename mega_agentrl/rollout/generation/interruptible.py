@@ -80,7 +80,7 @@ class InterruptibleGenerator:
                 request, pieces, piece.max_tokens, was_interrupted=was_interrupted
             )
             if finish is not None:
-                return _merge_generations(pieces, finish, stop)
+                return merge_generations(pieces, finish, stop)
 
     async def abort(self, request_id: str) -> None:
         """End a running request."""
@@ -162,7 +162,7 @@ def _concat_token_ids(pieces: Sequence[Generation]) -> tuple[int, ...]:
     return tuple(token for piece in pieces for token in piece.token_ids)
 
 
-def _merge_generations(
+def merge_generations(
     pieces: Sequence[Generation], finish: FinishReason, stop: str | None
 ) -> Generation:
     """Merge all pieces into one generation."""

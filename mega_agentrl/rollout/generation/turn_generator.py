@@ -137,7 +137,7 @@ class TurnGenerator:
             num_top_logps=num_top_logps,
             images=await self._context_images(),
         )
-        work = _generate_or_abort(context.generator, request)
+        work = generate_or_abort(context.generator, request)
         return await self.spans.trace_generate(request, work)
 
     async def finish_turn(self, finish: FinishReason, start: int) -> FinishReason:
@@ -182,7 +182,7 @@ class TurnGenerator:
         return await loader.load(placed)
 
 
-async def _generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:
+async def generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:
     """Run the request, and abort it on cancellation."""
     try:
         return await generator.generate(request)

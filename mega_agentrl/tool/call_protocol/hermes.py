@@ -20,7 +20,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
-from mega_agentrl.types.records import InvalidToolCall, ToolCall
+from mega_agentrl.types.records import AssistantText, InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +30,7 @@ UNKNOWN_TOOL = "unnamed"
 
 MAX_NAME_CHARS = 64
 
+REASONING_START, REASONING_END = "<think>", "</think>"
 _OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
 _EXPECTED_FORMAT = 'a JSON object {"name": ..., "arguments": {...}} between the tool_call tags'
 
@@ -62,9 +63,23 @@ class HermesProtocol:
 
     def parse_calls(self, turn_text: str) -> tuple[ToolCall | InvalidToolCall, ...]:
         """Return the calls of a turn in order."""
-        visible_text = turn_text.rpartition("</think>")[2]
+        visible_text = turn_text.rpartition(REASONING_END)[2]
         chunks = visible_text.split(_OPEN_TAG)[1:]
         return tuple(self._parse_call(chunk) for chunk in chunks)
+
+    def split_turn(self, turn_text: str) -> AssistantText:
+        """Return reasoning, content and valid calls; invalid calls stay in the content."""
+        reasoning, visible_text = split_reasoning(turn_text)
+        content, *chunks = visible_text.split(_OPEN_TAG)
+        calls: list[ToolCall] = []
+        for chunk in chunks:
+            call = self._parse_call(chunk)
+            if isinstance(call, ToolCall):
+                calls.append(call)
+                content += chunk.partition(_CLOSE_TAG)[2]
+            else:
+                content += _OPEN_TAG + chunk
+        return AssistantText(reasoning=reasoning, content=content.strip(), calls=tuple(calls))
 
     def render(self, answer: str) -> str:
         """Return the content of the message for a response."""
@@ -98,6 +113,17 @@ class HermesProtocol:
     def _bad_call(self, name: str, what: str) -> InvalidToolCall:
         message = f"This call cannot be read: {what}. Expected {_EXPECTED_FORMAT}."
         return InvalidToolCall(tool=name, message=self.escape(message))
+
+
+def split_reasoning(turn_text: str) -> tuple[str, str]:
+    """Return the chain of thought and the rest of a turn, without markers and outer white space.
+
+    A chain of thought that was not closed leaves no rest.
+    """
+    reasoning, end, rest = turn_text.rpartition(REASONING_END)
+    if not end and turn_text.lstrip().startswith(REASONING_START):
+        reasoning, rest = rest, ""
+    return reasoning.strip().removeprefix(REASONING_START).strip(), rest.strip()
 
 
 def _guess_tool_name(body: str) -> str:

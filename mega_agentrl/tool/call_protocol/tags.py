@@ -10,7 +10,8 @@ import re
 from typing import TYPE_CHECKING
 
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
-from mega_agentrl.types.records import ToolCall
+from mega_agentrl.tool.call_protocol.hermes import split_reasoning
+from mega_agentrl.types.records import AssistantText, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -82,6 +83,11 @@ class TagProtocol:
         """Return the result of `parse` as a sequence of one or none."""
         call = self.parse(turn_text)
         return () if call is None else (call,)
+
+    def split_turn(self, turn_text: str) -> AssistantText:
+        """Return reasoning and content; calls are part of the content."""
+        reasoning, content = split_reasoning(turn_text)
+        return AssistantText(reasoning=reasoning, content=content, calls=())
 
     def render(self, answer: str) -> str:
         """Return the text that is appended to the context for a response."""

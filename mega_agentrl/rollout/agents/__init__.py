@@ -1,0 +1,1 @@
+"""Agents of the user as rollouts: functions and commands that talk to the gateway."""

@@ -1,0 +1,1 @@
+"""The HTTP gateway through which agents talk to the policy, and the capture of their tokens."""

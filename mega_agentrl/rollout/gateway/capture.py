@@ -1,0 +1,309 @@
+"""The tree of contexts of one session, and the trajectory made of it.
+
+A conversation is a chain of blocks: the first block holds the tools and all messages before the
+first one of the assistant, and ends in the generation prompt; then messages of the assistant
+alternate with blocks of the messages between them. Each block has the token ids that were sampled
+or encoded for it, once. The history of a request is looked up block by block by the keys of its
+messages (`matching`), so a known prefix is continued with its ids; the first block that is not
+known begins a new branch. Nothing is ever removed.
+
+::
+
+    tools, system, user ── answer ── tool result ── answer ── tool result ── answer
+                                          └── answer (the client sent the request again)
+    summary of the history ── answer ...                      (the client compacted it)
+    tools, system of a sub-agent, task ── answer ...
+
+A message of the assistant that is new to its branch has the ids that were sampled for the same
+message elsewhere in the session, for example before a compaction, else the template's.
+
+`build_response` lays the tree out as the response of one trajectory. Each sampled token occurs in
+it once, after the context that it was sampled in. Where the context is not simply the response
+before it, there is a `ContextReset`. Branches follow each other depth first, the one with the
+latest answer last. Consecutive branches thus share the longest possible prefix, which training
+computes once (`batch.packing`), and a session ends with its last answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from mega_agentrl.rollout.gateway.matching import assistant_key, block_key
+from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
+from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from typing import Any
+
+    from mega_agentrl.rollout.gateway.encoding import BlockEncoder
+    from mega_agentrl.types.images import PlacedImage
+    from mega_agentrl.types.records import Generation, Message, Prompt, ToolCall
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Block:
+    """Consecutive tokens of a context: one message of the assistant, or the messages between."""
+
+    parent: Block | None
+    digest: bytes
+    """Hash of the keys of all blocks from the first one of the context to this one."""
+    token_ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...] = ()
+    """Images of the block; starts count `token_ids`."""
+    messages: tuple[Message, ...] = ()
+    """Messages of a block that is not the assistant's."""
+    generation: Generation | None = None
+    """The sampled tokens and their log-probs; None for a block that was encoded."""
+    num_calls: int = 0
+    """Number of tool calls in the answer that the client got."""
+    children: dict[bytes, Block] = field(default_factory=dict)
+    """The block that continues this one, by key; of equal answers the latest."""
+    continuations: list[Block] = field(default_factory=list)
+    """All blocks that continue this one, in the order in which they were made."""
+    last_order: int = -1
+    """Number of the latest answer in the tree below, counted over the session; -1 without one."""
+    length: int = field(init=False)
+    """Number of tokens of the context up to and including this block."""
+
+    def __post_init__(self) -> None:
+        self.length = len(self.token_ids) + (self.parent.length if self.parent else 0)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy sampled the block in this place."""
+        return self.generation is not None
+
+    @property
+    def chain(self) -> list[Block]:
+        """The blocks from the first one of the context to this one."""
+        blocks: list[Block] = []
+        block: Block | None = self
+        while block is not None:
+            blocks.append(block)
+            block = block.parent
+        return blocks[::-1]
+
+    def context(self) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+        """Return the token ids and the images of the context up to and including this block."""
+        token_ids: list[int] = []
+        images: list[PlacedImage] = []
+        for block in self.chain:
+            images += (placed.shifted(len(token_ids)) for placed in block.images)
+            token_ids += block.token_ids
+        return tuple(token_ids), tuple(images)
+
+
+class ContextTree:
+    """All contexts of a session.
+
+    Args:
+        encoder: Encodes messages that have no ids yet.
+    """
+
+    def __init__(self, encoder: BlockEncoder) -> None:
+        self.roots: list[Block] = []
+        """First blocks, in the order in which they were made."""
+        self.num_answers = 0
+        """Sampled blocks."""
+        self.num_response_tokens = 0
+        """Tokens of all blocks but the first ones of contexts."""
+        self._encoder = encoder
+        self._root_by_key: dict[bytes, Block] = {}
+        self._sampled_by_key: dict[bytes, Block] = {}
+
+    def find_or_add(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Block:
+        """Return the block after which the answer to this conversation is to be sampled.
+
+        Raises:
+            GatewayError: the chat template cannot render the messages.
+        """
+        inputs, rest = _split_inputs(messages)
+        key = block_key(inputs, tools)
+        block = self._root_by_key.get(key)
+        if block is None:
+            token_ids, images = self._encoder.encode_first(inputs, tools)
+            block = Block(
+                parent=None,
+                digest=key,
+                token_ids=token_ids,
+                images=images,
+                messages=tuple(inputs),
+            )
+            self._root_by_key[key] = block
+            self.roots.append(block)
+        while rest:
+            block = self._find_or_add_assistant(block, rest[0])
+            inputs, rest = _split_inputs(rest[1:])
+            block = self._find_or_add_inputs(block, inputs)
+        return block
+
+    def add_answer(
+        self, block: Block, generation: Generation, content: str, calls: Sequence[ToolCall]
+    ) -> Block:
+        """Add what the policy sampled after a block; `content` and `calls` are the client's."""
+        key = assistant_key(content, calls)
+        answer = Block(
+            parent=block,
+            digest=_chain_digest(block, key),
+            token_ids=generation.token_ids,
+            generation=generation,
+            num_calls=len(calls),
+            last_order=self.num_answers,
+        )
+        self._attach(block, key, answer)
+        self._sampled_by_key[key] = answer
+        for ancestor in block.chain:
+            ancestor.last_order = self.num_answers
+        self.num_answers += 1
+        return answer
+
+    def _find_or_add_assistant(self, block: Block, message: Message) -> Block:
+        calls = message.get("tool_calls", ())
+        key = assistant_key(message["content"], calls)
+        found = block.children.get(key)
+        if found is None:
+            sampled = self._sampled_by_key.get(key)
+            token_ids = (
+                self._encoder.encode_assistant(message["content"], calls)
+                if sampled is None
+                else sampled.token_ids
+            )
+            digest = _chain_digest(block, key)
+            found = Block(parent=block, digest=digest, token_ids=token_ids)
+            self._attach(block, key, found)
+        return found
+
+    def _find_or_add_inputs(self, block: Block, messages: Sequence[Message]) -> Block:
+        key = block_key(messages)
+        found = block.children.get(key)
+        if found is None:
+            token_ids, images = self._encoder.encode_next(messages, block.token_ids)
+            found = Block(
+                parent=block,
+                digest=_chain_digest(block, key),
+                token_ids=token_ids,
+                images=images,
+                messages=tuple(messages),
+            )
+            self._attach(block, key, found)
+        return found
+
+    def _attach(self, parent: Block, key: bytes, block: Block) -> None:
+        parent.children[key] = block
+        parent.continuations.append(block)
+        self.num_response_tokens += len(block.token_ids)
+
+
+def _chain_digest(parent: Block, key: bytes) -> bytes:
+    return blake2b(parent.digest + key, digest_size=16).digest()
+
+
+def _split_inputs(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Split messages before the first one of the assistant."""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            return messages[:index], messages[index:]
+    return messages, ()
+
+
+@dataclass(slots=True, kw_only=True)
+class SessionResponse:
+    """The contexts of a session as the response of one trajectory."""
+
+    token_buffer: TokenBuffer
+    context_resets: tuple[ContextReset, ...]
+    positions: dict[int, int]
+    """Number of response tokens before a sampled block, by the block's `id`."""
+
+
+def build_response(tree: ContextTree, prompt: Prompt, encoder: BlockEncoder) -> SessionResponse:
+    """Return the response with every sampled token of the tree once (see the module's text)."""
+    writer = _ResponseWriter(prompt, encoder)
+    for root in _in_order(tree.roots):
+        for block in _depth_first(root):
+            writer.write(block)
+    return SessionResponse(
+        token_buffer=writer.token_buffer,
+        context_resets=tuple(writer.context_resets),
+        positions=writer.positions,
+    )
+
+
+def _in_order(blocks: Sequence[Block]) -> list[Block]:
+    """Return the blocks with an answer below them, the one with the latest answer last."""
+    answered = [block for block in blocks if block.last_order >= 0]
+    return sorted(answered, key=lambda block: block.last_order)
+
+
+def _depth_first(root: Block) -> Iterator[Block]:
+    """Yield the blocks below and including `root`; a chain may be longer than Python's stack."""
+    stack = [root]
+    while stack:
+        block = stack.pop()
+        yield block
+        stack += reversed(_in_order(block.continuations))
+
+
+class _ResponseWriter:
+    def __init__(self, prompt: Prompt, encoder: BlockEncoder) -> None:
+        self.token_buffer = TokenBuffer()
+        self.context_resets: list[ContextReset] = []
+        self.positions: dict[int, int] = {}
+        self._prompt = prompt
+        self._encoder = encoder
+        self._tail: Block | None = None
+        """Block whose context is the last reset, or the prompt, and the response from there."""
+
+    def write(self, block: Block) -> None:
+        """Append a block, unless it is part of the context of the next reset."""
+        if block.parent is None:
+            is_prompt = not self.token_buffer.turns and self._is_prompt(block)
+            self._tail = block if is_prompt else None
+        elif block.generation is not None:
+            self._write_answer(block, block.parent)
+        elif block.messages and block.parent is self._tail and self.token_buffer.turns:
+            self._write_inputs(block)
+            self._tail = block
+
+    def _write_answer(self, block: Block, parent: Block) -> None:
+        assert block.generation is not None
+        if self._tail is not parent:
+            token_ids, images = parent.context()
+            start = len(self.token_buffer)
+            self.context_resets.append(
+                ContextReset(start=start, token_ids=token_ids, images=images)
+            )
+        self.positions[id(block)] = len(self.token_buffer)
+        self.token_buffer.append_sampled(block.generation)
+        self.token_buffer.close_turn(self._encoder.decode(block.token_ids))
+        self._tail = block
+
+    def _write_inputs(self, block: Block) -> None:
+        """Append messages as one turn each; the last one has the tokens of all."""
+        *earlier, last = block.messages
+        for message in earlier:
+            self._append_observation(message, (), ())
+        self._append_observation(last, block.token_ids, block.images)
+
+    def _append_observation(
+        self, message: Message, token_ids: Sequence[int], images: Sequence[PlacedImage]
+    ) -> None:
+        is_tool = message["role"] == "tool"
+        text = self._encoder.shown_text(message)
+        outcome = ToolOutcome(
+            tool=str(message.get("name") or message["role"]),
+            status=ToolStatus.ok,
+            answer=text,
+            latency_s=0.0,
+        )
+        role = Role.tool if is_tool else Role.user
+        self.token_buffer.append_observation(token_ids, text, outcome, role, images)
+
+    def _is_prompt(self, root: Block) -> bool:
+        """Return whether the first block is the prompt as the data set encodes it."""
+        shown = [(placed.start, placed.image.image_id) for placed in root.images]
+        known = [(placed.start, placed.image.image_id) for placed in self._prompt.images]
+        return root.token_ids == tuple(self._prompt.token_ids) and shown == known

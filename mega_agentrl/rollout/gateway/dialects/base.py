@@ -1,0 +1,119 @@
+"""What a dialect does, and what all dialects share: decoding of bodies, and server-sent events."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import msgspec
+
+from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_request
+from mega_agentrl.types.records import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
+
+BodyT = TypeVar("BodyT")
+
+_ENCODER = msgspec.json.Encoder()
+_JPEG_OR_PNG = "an image as a data URL, `data:image/png;base64,...`"
+
+
+class Dialect(Protocol):
+    """One API: how it writes requests, answers, streams and errors."""
+
+    keep_alive: bytes
+    """Event that is sent while an answer is being sampled; clients ignore it."""
+
+    def parse_request(self, body: bytes) -> ChatRequest:
+        """Return the request of a body.
+
+        Raises:
+            GatewayError: the body is not a request of this API.
+        """
+
+    def render_answer(self, answer: ChatAnswer, request: ChatRequest) -> Any:
+        """Return the JSON body of an answer."""
+
+    def render_events(self, answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
+        """Yield the server-sent events of an answer."""
+
+    def render_error(self, error: GatewayError) -> tuple[int, Any]:
+        """Return status and JSON body of an error."""
+
+    def render_error_event(self, error: GatewayError) -> bytes:
+        """Return the event of an error after the head of a stream was sent."""
+
+
+def decode_body(body: bytes, body_type: type[BodyT]) -> BodyT:
+    """Return a JSON body as a `msgspec.Struct`; unknown fields are ignored.
+
+    Raises:
+        GatewayError: it is not JSON, or a field has another type; the message names the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=body_type)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise GatewayError(ErrorKind.invalid_request, f"body: {error}") from error
+
+
+def encode_json(value: Any) -> bytes:
+    """Return a value as JSON; floats are finite, and text has no lone surrogates."""
+    return _ENCODER.encode(value)
+
+
+def sse_event(value: Any, name: str = "") -> bytes:
+    """Return a server-sent event with a JSON value, and a name where the API has names."""
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + encode_json(value) + b"\n\n"
+
+
+def decode_data_url(url: str, key: str) -> bytes:
+    """Return the bytes of a data URL; addresses of the network are refused.
+
+    Raises:
+        GatewayError: it is another kind of URL, or not base64.
+    """
+    head, comma, data = url.partition(",")
+    if not (head.startswith("data:image/") and head.endswith(";base64") and comma):
+        raise invalid_request(key, url[:80], _JPEG_OR_PNG)
+    return decode_base64(data, key)
+
+
+def decode_base64(data: str, key: str) -> bytes:
+    """Return the bytes of a base64 text.
+
+    Raises:
+        GatewayError: it is not base64.
+    """
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise invalid_request(key, data[:80], "base64") from error
+
+
+def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a call in a history, which may be JSON text.
+
+    Text that is not a JSON object, which the policy may have written, is kept as `_text`.
+    """
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = msgspec.json.decode(arguments or "{}")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return {"_text": arguments}
+    return value if isinstance(value, dict) else {"_text": arguments}
+
+
+def make_call(name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
+    """Return a call in a history."""
+    return ToolCall(tool=name, arguments=parse_arguments(arguments))
+
+
+def arguments_json(call: ToolCall) -> str:
+    """Return the arguments of a call as JSON text."""
+    return encode_json(call.arguments).decode()

@@ -1,0 +1,86 @@
+r"""Keys of chat messages: two messages with equal keys are the same message to the gateway.
+
+Clients do not send a history back byte for byte. These differences do not change the key:
+
+* white space around a text, and `\r\n` for `\n`;
+* a text as a string, or as one or several content parts; `null` or a missing content;
+* reasoning that is dropped, summarised, sent as a field of its own, or left in the text;
+* ids of tool calls, and the JSON form of their arguments: key order, spaces, escapes,
+  `1.0` for `1`;
+* the role `developer` for `system`, and `function` for `tool`;
+* the name of a tool message.
+
+Everything else does: another text, another call, another order of messages, other images, other
+tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from mega_agentrl.tool.call_protocol.hermes import split_reasoning
+from mega_agentrl.vision.placeholders import content_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from mega_agentrl.types.records import Message, ToolCall
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+_ROLE_ALIASES = {"developer": "system", "function": "tool"}
+
+
+def assistant_key(content: Any, calls: Iterable[ToolCall]) -> bytes:
+    """Return the key of a message of the assistant; reasoning in the content is ignored."""
+    text = split_reasoning(_plain_text(content))[1]
+    named = [[call.tool, _normalize_numbers(call.arguments)] for call in calls]
+    return _digest(["assistant", text, named])
+
+
+def block_key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bytes:
+    """Return the key of consecutive messages that are not the assistant's, and of the tools."""
+    return _digest([[_input_key(message) for message in messages], list(tools)])
+
+
+def _input_key(message: Message) -> list[Any]:
+    role = _ROLE_ALIASES.get(message["role"], message["role"])
+    parts: list[Any] = []
+    for part in content_parts(message["content"]):
+        if part["type"] != "text":
+            parts.append([hashlib.blake2b(part["data"], digest_size=16).hexdigest()])
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += _unix_lines(part["text"])
+        else:
+            parts.append(_unix_lines(part["text"]))
+    if parts and isinstance(parts[0], str):
+        parts[0] = parts[0].lstrip()
+    if parts and isinstance(parts[-1], str):
+        parts[-1] = parts[-1].rstrip()
+    return [role, *(part for part in parts if part)]
+
+
+def _plain_text(content: Any) -> str:
+    parts = content_parts(content)
+    return _unix_lines("".join(part["text"] for part in parts if part["type"] == "text"))
+
+
+def _unix_lines(text: str) -> str:
+    return text.replace("\r\n", "\n")
+
+
+def _normalize_numbers(value: Any) -> Any:
+    """Return a JSON value whose whole floats are integers, as JavaScript writes them."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _normalize_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_normalize_numbers(item) for item in value]
+    return value
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(_ENCODER.encode(value), digest_size=16).digest()

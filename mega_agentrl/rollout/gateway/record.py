@@ -1,0 +1,55 @@
+"""The answers of a session up to a fork, from which a second instance of the agent is answered.
+
+The second instance starts from the same prompt. As long as its requests are those of the record, it
+gets the recorded answers and no token is sampled. At the block where its parent forked, it samples
+an answer of its own, and from there on it is a session like any other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mega_agentrl.rollout.gateway.capture import Block, ContextTree
+    from mega_agentrl.types.records import Generation
+
+
+class SessionRecord:
+    """Recorded answers by the digest of the block that they follow.
+
+    Args:
+        tree: The contexts of the parent.
+        open_blocks: Blocks whose answer the second instance samples: the one at the fork, and those
+            of requests that ran at the same time.
+    """
+
+    def __init__(self, tree: ContextTree, open_blocks: Iterable[Block]) -> None:
+        self._generations: dict[bytes, deque[Generation]] = {}
+        self._open = {block.digest for block in open_blocks}
+        self._has_ended = False
+        stack = list(tree.roots)
+        while stack:
+            block = stack.pop()
+            stack += block.continuations
+            answers = [
+                answer.generation for answer in block.continuations if answer.generation is not None
+            ]
+            if answers:
+                self._generations[block.digest] = deque(answers)
+
+    def next_generation(self, digest: bytes) -> Generation | None:
+        """Return the next recorded answer after this block; None if there is none left."""
+        answers = self._generations.get(digest)
+        return answers.popleft() if answers else None
+
+    def is_open(self, digest: bytes) -> bool:
+        """Return whether the answer after this block may be sampled.
+
+        Before the fork that holds for the blocks at the fork only, afterwards for all.
+        """
+        if digest in self._open:
+            self._has_ended = True
+        return self._has_ended

@@ -1,0 +1,255 @@
+"""The HTTP server of the gateway: OpenAI's and Anthropic's APIs, in the process of the rollouts.
+
+A session is named by its key, which the client sends as its API key (`Authorization: Bearer KEY` or
+`x-api-key: KEY`) or as part of the base URL (`/sessions/KEY/v1`). Keys are random, and requests
+with another key are refused. The server listens on the loopback interface unless told otherwise,
+and on a Unix socket for agents in sandboxes, which have no network.
+
+The size of a body, the time to send it, the number of sessions and the running requests of a
+session are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from mega_agentrl.config.errors import check_range
+from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.dialects.base import encode_json
+from mega_agentrl.rollout.gateway.dialects.openai_chat import OpenAIChat
+from mega_agentrl.rollout.gateway.session import AgentSession
+
+if TYPE_CHECKING:
+    from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
+    from mega_agentrl.rollout.gateway.dialects.base import Dialect
+    from mega_agentrl.rollout.gateway.session import SessionScope
+
+KEEP_ALIVE_S = 10.0
+"""Time between the events of a stream whose answer is being sampled."""
+
+BODY_TIMEOUT_S = 60.0
+"""Time that a client has to send a body."""
+
+WARNING_HEADER = "x-gateway-warning"
+
+_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+_MIB = 2**20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GatewaySettings:
+    """Where the gateway listens, and its bounds: the block `gateway` of `rollout.agent`."""
+
+    host: str = "127.0.0.1"
+    """Interface; another one only for agents on other nodes, in a network that you trust."""
+    port: int = 0
+    """Port; 0 is a free one."""
+    max_body_mib: int = 64
+    """Maximum size of a request body."""
+    max_sessions: int = 65_536
+    """Maximum number of open sessions."""
+
+    def __post_init__(self) -> None:
+        key = "rollout.agent.gateway"
+        check_range(0 <= self.port < 65_536, f"{key}.port", self.port, "a port, or 0")
+        for name in ("max_body_mib", "max_sessions"):
+            value = getattr(self, name)
+            check_range(value >= 1, f"{key}.{name}", value, "at least 1")
+
+
+class Gateway:
+    """Serves the sessions of a run; `start` it on the event loop of the rollouts."""
+
+    def __init__(self, settings: GatewaySettings | None = None) -> None:
+        self._settings = settings or GatewaySettings()
+        self._sessions: dict[str, AgentSession] = {}
+        self._runner: web.AppRunner | None = None
+        self._folder: Path | None = None
+        self.url = ""
+        """Address of the server without a path, `http://HOST:PORT`, once it has started."""
+
+    @property
+    def socket_path(self) -> Path:
+        """Unix socket at which the gateway listens as well."""
+        assert self._folder is not None, "the gateway has not started"
+        return self._folder / "gateway.sock"
+
+    @property
+    def num_sessions(self) -> int:
+        """Number of open sessions."""
+        return len(self._sessions)
+
+    async def start(self) -> None:
+        """Listen.
+
+        Raises:
+            OSError: the address cannot be used.
+        """
+        app = web.Application(client_max_size=self._settings.max_body_mib * _MIB)
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/sessions/{key}/v1/models", self._list_models)
+        for path in _DIALECTS:
+            app.router.add_post(path, self._answer)
+            app.router.add_post(f"/sessions/{{key}}{path}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        host = self._settings.host
+        site = web.TCPSite(self._runner, host, self._settings.port, backlog=1024)
+        await site.start()
+        # The sandbox's user must reach the socket; the keys keep others out.
+        self._folder = Path(tempfile.mkdtemp(prefix="gateway-"))
+        self._folder.chmod(0o711)
+        await web.UnixSite(self._runner, str(self.socket_path), backlog=1024).start()
+        self.socket_path.chmod(0o666)
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening; safe to call twice."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def open_session(self, scope: SessionScope) -> tuple[str, AgentSession]:
+        """Return a new session and its key.
+
+        Raises:
+            RuntimeError: too many sessions are open.
+        """
+        if len(self._sessions) >= self._settings.max_sessions:
+            raise RuntimeError(
+                f"gateway: {len(self._sessions)} sessions are open, the most that "
+                "rollout.agent.gateway.max_sessions allows"
+            )
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        session = self._sessions[key] = AgentSession(scope)
+        return key, session
+
+    async def close_session(self, key: str) -> None:
+        """Refuse further requests of a session and end the running ones."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            await session.close()
+
+    async def _answer(self, http: web.Request) -> web.StreamResponse:
+        dialect = _dialect_of(http)
+        try:
+            session = self._find_session(http)
+            request = dialect.parse_request(await _read_body(http))
+            if request.streams:
+                return await _send_stream(http, dialect, session, request)
+            answer = await session.complete(request, is_retry=_is_retry(http))
+        except GatewayError as error:
+            return _error_response(dialect, error)
+        body = encode_json(dialect.render_answer(answer, request))
+        headers = _warning_headers(request)
+        response = web.Response(body=body, content_type="application/json", headers=headers)
+        await response.prepare(http)
+        await response.write_eof()  # raises if the client has gone away
+        session.mark_delivered(answer)
+        return response
+
+    async def _list_models(self, http: web.Request) -> web.StreamResponse:
+        try:
+            self._find_session(http)
+        except GatewayError as error:
+            return _error_response(_DIALECTS["/v1/chat/completions"], error)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "mega_agentrl"}
+        body = encode_json({"object": "list", "data": [model]})
+        return web.Response(body=body, content_type="application/json")
+
+    def _find_session(self, http: web.Request) -> AgentSession:
+        """Return the session whose key the request has; keys are compared by hash."""
+        token = http.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        for key in (http.match_info.get("key", ""), http.headers.get("x-api-key", ""), token):
+            session = self._sessions.get(key)
+            if session is not None:
+                return session
+        raise GatewayError(
+            ErrorKind.unknown_key,
+            "the API key names no open session; expected the `api_key` that the agent was given",
+        )
+
+
+def _dialect_of(http: web.Request) -> Dialect:
+    path = http.path
+    if "key" in http.match_info:
+        path = path.removeprefix(f"/sessions/{http.match_info['key']}")
+    return _DIALECTS[path]
+
+
+async def _read_body(http: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise GatewayError(
+            ErrorKind.too_large,
+            f"body: got {error.text or 'too many bytes'}; rollout.agent.gateway.max_body_mib "
+            "sets the limit",
+        ) from error
+    except TimeoutError as error:
+        raise GatewayError(
+            ErrorKind.invalid_request, f"body: not complete within {BODY_TIMEOUT_S:g} s"
+        ) from error
+
+
+def _is_retry(http: web.Request) -> bool:
+    """Return whether the client's SDK sends the request again."""
+    return http.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+
+
+def _warning_headers(request: ChatRequest) -> dict[str, str]:
+    return {WARNING_HEADER: "; ".join(request.warnings)} if request.warnings else {}
+
+
+def _error_response(dialect: Dialect, error: GatewayError) -> web.Response:
+    status, body = dialect.render_error(error)
+    return web.Response(
+        status=status,
+        body=encode_json(body),
+        content_type="application/json",
+        headers={"x-should-retry": "true" if error.kind.is_retryable else "false"},
+    )
+
+
+async def _send_stream(
+    http: web.Request, dialect: Dialect, session: AgentSession, request: ChatRequest
+) -> web.StreamResponse:
+    """Send the head at once, keep-alive events while the answer is sampled, then the answer."""
+    task = asyncio.create_task(session.complete(request, is_retry=_is_retry(http)))
+    # A request that is refused gets an ordinary error, with its status.
+    await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
+    if task.done() and isinstance(error := task.exception(), GatewayError):
+        raise error
+    headers = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+    response = web.StreamResponse(headers=headers | _warning_headers(request))
+    try:
+        await response.prepare(http)
+        while not task.done():
+            await response.write(dialect.keep_alive)
+            await asyncio.wait({task}, timeout=KEEP_ALIVE_S)
+        answer: ChatAnswer = await task
+        for event in dialect.render_events(answer, request):
+            await response.write(event)
+        await response.write_eof()
+        session.mark_delivered(answer)
+    except GatewayError as error:
+        await response.write(dialect.render_error_event(error))
+        await response.write_eof()
+    finally:
+        task.cancel()
+    return response

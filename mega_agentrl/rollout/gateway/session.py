@@ -1,0 +1,429 @@
+"""One attempt of an agent at a prompt: its limits, its requests, and what was sampled for it.
+
+The limits of the native loop hold: `rollout.max_response_tokens`, `max_turns`, `max_tool_calls` and
+`engine.max_model_len`. An answer that reaches one ends with the dialect's stop for length. The
+next request gets such an answer without any text, and each one after that an error that clients do
+not retry.
+
+A client that sends a request again, because it lost the connection or ran into a time limit of its
+own, gets the answer that was sampled for the first one. Requests of a session may overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from mega_agentrl.rollout.context import INFRA_ERRORS
+from mega_agentrl.rollout.gateway.capture import ContextTree, build_response
+from mega_agentrl.rollout.gateway.chat import (
+    AnswerFinish,
+    ChatAnswer,
+    ErrorKind,
+    GatewayError,
+)
+from mega_agentrl.rollout.gateway.encoding import BlockEncoder
+from mega_agentrl.rollout.generation.interruptible import merge_generations
+from mega_agentrl.rollout.generation.turn_generator import generate_or_abort, request_seed
+from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.protocols import ChatCodec
+from mega_agentrl.types.records import (
+    AssistantText,
+    FinishReason,
+    GenerateRequest,
+    Generation,
+    StopReason,
+    ToolOutcome,
+    ToolStatus,
+)
+from mega_agentrl.vision.placeholders import content_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mega_agentrl.rollout.context import RolloutContext
+    from mega_agentrl.rollout.gateway.capture import Block, SessionResponse
+    from mega_agentrl.rollout.gateway.chat import ChatRequest
+    from mega_agentrl.rollout.gateway.record import SessionRecord
+    from mega_agentrl.rollout.tracing import TrajectorySpans
+    from mega_agentrl.types.records import Prompt
+
+MAX_RUNNING_REQUESTS = 64
+"""Requests of one session that may run at once."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""Time that the engine has to end the running requests of a closed session."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class SessionScope:
+    """The trajectory that a session belongs to."""
+
+    context: RolloutContext
+    prompt: Prompt
+    prompt_key: str
+    """Name of the prompt, unique in the pass."""
+    path: tuple[int, ...]
+    """Position in the tree."""
+    spans: TrajectorySpans
+    record: SessionRecord | None = None
+    """Answers of the trajectory that this one was forked from; None for a root."""
+    probe: Probe | None = None
+    """Asked at each turn whether to fork; None never forks."""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Unique id within the run."""
+        return self.context.trajectory_id(self.prompt_key, self.path)
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Probe:
+    """Forks of a session, decided on the first tokens of a turn."""
+
+    num_tokens: Callable[[Block], int]
+    """Number of tokens to sample after a block before `on_sampled`; 0 does not ask."""
+    on_sampled: Callable[[Block, Generation], Awaitable[None]]
+    """Receives the sampled tokens, and may start forks."""
+
+
+class AgentSession:
+    """Answers the requests of one attempt, from the record of a parent or by sampling.
+
+    Raises:
+        TypeError: the policy has no chat template.
+    """
+
+    def __init__(self, scope: SessionScope) -> None:
+        context = scope.context
+        if not isinstance(context.codec, ChatCodec):
+            raise TypeError(
+                f"codec: got {type(context.codec).__name__}, expected one with a chat template, "
+                "which rollout.agent needs"
+            )
+        self.scope = scope
+        self.encoder = BlockEncoder(context.codec, context.tools, context.images)
+        self.tree = ContextTree(self.encoder)
+        self.num_calls = 0
+        """Tool calls that the client got."""
+        self.num_reused_answers = 0
+        """Answers that were sent again to a client that had lost them."""
+        self.has_diverged = False
+        """Whether the agent's requests differ from the record of its parent."""
+        self.fatal_error: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """An error of the run itself, which must end the trajectory's task."""
+        self._spent: StopReason | None = None
+        self._has_sent_stop = False
+        self._last_finish: FinishReason | None = None
+        self._failed_blocks: dict[Block, str] = {}
+        self._undelivered: dict[Block, asyncio.Task[ChatAnswer]] = {}
+        self._running: dict[str, asyncio.Task[ChatAnswer]] = {}
+        self._num_samples: dict[Block, int] = {}
+        self._num_requests = 0
+        self._block_by_answer_id: dict[str, Block] = {}
+        self._checked_images: set[bytes] = set()
+        self._is_closed = False
+
+    async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> ChatAnswer:
+        """Return the next message of the assistant.
+
+        Args:
+            request: The request; its images have been checked.
+            is_retry: Whether the client has sent the request before.
+
+        Raises:
+            GatewayError: the request cannot be answered.
+        """
+        if self._is_closed:
+            raise GatewayError(ErrorKind.unknown_key, "the session has ended")
+        if self._spent is not None and self._has_sent_stop:
+            raise self._budget_error(self._spent)
+        await self._check_images(request)
+        block = self.tree.find_or_add(request.messages, request.tools)
+        task = self._undelivered.get(block) if is_retry else None
+        if task is not None:
+            self.num_reused_answers += 1
+            return await asyncio.shield(task)
+        if len(self._running) >= MAX_RUNNING_REQUESTS:
+            raise GatewayError(
+                ErrorKind.overloaded,
+                f"the session runs {len(self._running)} requests, the most it may at once",
+            )
+        name = f"{self.scope.trajectory_id}/{self._num_requests}"
+        self._num_requests += 1
+        self._num_samples[block] = self._num_samples.get(block, 0) + 1
+        self._block_by_answer_id[_answer_id(name)] = block
+        task = asyncio.create_task(self._answer(block, request, name))
+        self._undelivered[block] = self._running[name] = task
+        task.add_done_callback(lambda _: self._running.pop(name, None))
+        # The task goes on if the client goes away: the answer waits for its retry.
+        return await asyncio.shield(task)
+
+    def mark_delivered(self, answer: ChatAnswer) -> None:
+        """Note that the client has received an answer, so that it is not sent again."""
+        block = self._block_by_answer_id.pop(answer.answer_id, None)
+        if block is not None:
+            self._undelivered.pop(block, None)
+
+    async def close(self) -> None:
+        """Refuse further requests and end the running ones; their tokens are kept."""
+        self._is_closed = True
+        generator = self.scope.context.generator
+        running = dict(self._running)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                for name in running:
+                    with suppress(*INFRA_ERRORS):
+                        await generator.abort(name)
+                await asyncio.gather(*running.values(), return_exceptions=True)
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def build_response(self) -> SessionResponse:
+        """Return all sampled tokens as the response of a trajectory."""
+        return build_response(self.tree, self.scope.prompt, self.encoder)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why the session ended, if its agent did not fail."""
+        if self._failed_blocks:
+            return StopReason.aborted
+        if self._spent is not None:
+            return self._spent
+        match self._last_finish:
+            case FinishReason.length:
+                return StopReason.length
+            case FinishReason.stop:
+                return StopReason.stop
+        return StopReason.eos
+
+    @property
+    def failure(self) -> str:
+        """Why a request failed that was not answered later; empty if none did."""
+        return next(iter(self._failed_blocks.values()), "")
+
+    async def _check_images(self, request: ChatRequest) -> None:
+        """Decode the images that the session has not seen yet.
+
+        Raises:
+            GatewayError: the model cannot be shown an image.
+        """
+        parts = [part for item in request.messages for part in content_parts(item["content"])]
+        new = {part["data"] for part in parts if part["type"] == "image"} - self._checked_images
+        loader = self.scope.context.images
+        if not new or loader is None:
+            return
+        for data in new:
+            outcome = ToolOutcome(
+                tool="image", status=ToolStatus.ok, answer="", latency_s=0.0, images=(data,)
+            )
+            checked = await loader.check_answer(outcome)
+            if checked.status is not ToolStatus.ok:
+                raise GatewayError(ErrorKind.invalid_request, f"messages: {checked.answer}")
+            self._checked_images.add(data)
+
+    async def _answer(self, block: Block, request: ChatRequest, name: str) -> ChatAnswer:
+        if self._spent is None:
+            self._spent = self._find_spent_budget()
+        if self._spent is not None:
+            self._has_sent_stop = True
+            parts = AssistantText(reasoning="", content="", calls=())
+            return self._make_answer(name, block, parts, AnswerFinish.length)
+        generation = self._recorded_generation(block)
+        if generation is None:
+            generation = await self._sample_or_fail(block, request, name)
+        self._failed_blocks.pop(block, None)
+        self._last_finish = generation.finish_reason
+        return self._add_answer(block, request, name, generation)
+
+    def _find_spent_budget(self) -> StopReason | None:
+        config = self.scope.context.config
+        if self._num_tokens_left < 1:
+            return StopReason.length
+        return StopReason.turn_limit if self.tree.num_answers >= config.max_turns else None
+
+    @property
+    def _num_tokens_left(self) -> int:
+        context, prompt = self.scope.context, self.scope.prompt
+        return context.max_response_tokens(prompt) - self.tree.num_response_tokens
+
+    def _recorded_generation(self, block: Block) -> Generation | None:
+        """Return the recorded answer after a block, None if it is to be sampled."""
+        record = self.scope.record
+        if record is None:
+            return None
+        generation = record.next_generation(block.digest)
+        if generation is None and not record.is_open(block.digest):
+            self.has_diverged = True
+            raise GatewayError(
+                ErrorKind.unknown_key, "the requests differ from those of the session it repeats"
+            )
+        return generation
+
+    async def _sample_or_fail(self, block: Block, request: ChatRequest, name: str) -> Generation:
+        """Sample an answer; an error of the engine fails the session until a retry succeeds."""
+        try:
+            generation = await self._sample(block, request, name)
+        except (GatewayError, asyncio.CancelledError):
+            raise
+        except RankLostError as error:
+            self._set_fatal(error)
+            raise GatewayError(ErrorKind.engine_failed, "the run restarts") from error
+        except INFRA_ERRORS as error:
+            self._failed_blocks[block] = str(error)
+            _log.warning("%s: %s", name, error)
+            raise GatewayError(ErrorKind.engine_failed, f"the engine failed: {error}") from error
+        except Exception as error:  # a bug ends the run, not only the request
+            self._set_fatal(error)
+            raise
+        is_aborted = generation.finish_reason is FinishReason.aborted
+        if is_aborted and not (self._is_closed and generation.token_ids):
+            self._failed_blocks[block] = "the engine aborted the request"
+            raise GatewayError(ErrorKind.engine_failed, "the engine aborted the request")
+        return generation
+
+    def _set_fatal(self, error: BaseException) -> None:
+        if not self.fatal_error.done():
+            self.fatal_error.set_result(error)
+
+    async def _sample(self, block: Block, request: ChatRequest, name: str) -> Generation:
+        """Sample one turn, in two pieces if the branch policy asks for a probe."""
+        max_tokens = self._max_tokens(block, request)
+        engine_request = await self._engine_request(block, request, name, max_tokens)
+        probe = self.scope.probe
+        # The engine looks for a stop string in the output of one request only.
+        num_probed = 0 if probe is None or request.stop else probe.num_tokens(block)
+        self.scope.spans.start_turn()
+        if probe is None or not 0 < num_probed < max_tokens:
+            return await self._generate(engine_request)
+        piece = await self._generate(replace(engine_request, max_tokens=num_probed))
+        if piece.finish_reason is not FinishReason.aborted:
+            await probe.on_sampled(block, piece)
+        if piece.finish_reason is not FinishReason.length:
+            return piece
+        rest = replace(
+            engine_request,
+            request_id=f"{name}.1",
+            token_ids=(*engine_request.token_ids, *piece.token_ids),
+            max_tokens=max_tokens - len(piece.token_ids),
+            seed=self._seed(block, 1),
+        )
+        generation = await self._generate(rest)
+        return merge_generations(
+            [piece, generation], generation.finish_reason, generation.stop_string
+        )
+
+    async def _generate(self, request: GenerateRequest) -> Generation:
+        work = generate_or_abort(self.scope.context.generator, request)
+        return await self.scope.spans.trace_generate(request, work)
+
+    def _max_tokens(self, block: Block, request: ChatRequest) -> int:
+        """Return how many tokens may be sampled after a block, at least 1."""
+        context = self.scope.context
+        room = context.max_model_len - block.length
+        if room < 1:
+            raise GatewayError(
+                ErrorKind.context_length,
+                f"messages: got {block.length} tokens, expected fewer than "
+                f"{context.max_model_len}, the context length of the model",
+            )
+        limits = [room, self._num_tokens_left]
+        return max(1, min(limits if request.max_tokens is None else [*limits, request.max_tokens]))
+
+    async def _engine_request(
+        self, block: Block, request: ChatRequest, name: str, max_tokens: int
+    ) -> GenerateRequest:
+        context = self.scope.context
+        token_ids, images = block.context()
+        if images:
+            assert context.images is not None, f"{name}: images without a loader"
+            images = await context.images.load(images)
+        return GenerateRequest(
+            request_id=name,
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            temperature=context.temperature,
+            top_p=context.config.top_p,
+            top_k=context.config.top_k,
+            seed=self._seed(block, 0),
+            stop=request.stop,
+            images=images,
+        )
+
+    def _seed(self, block: Block, piece: int) -> int | None:
+        """Return a seed that depends on the context and not on the order of the requests."""
+        scope, context = self.scope, self.scope.context
+        if not context.temperature:
+            return None
+        turn = int.from_bytes(block.digest, "big")
+        index = 2 * self._num_samples.get(block, 0) + piece
+        step = context.step
+        return request_seed(context.seed, step, scope.prompt_key, scope.path, turn, index)
+
+    def _add_answer(
+        self, block: Block, request: ChatRequest, name: str, generation: Generation
+    ) -> ChatAnswer:
+        """Add sampled tokens to the tree and return the answer for the client."""
+        tools = self.scope.context.tools
+        text = self.encoder.decode(generation.token_ids)
+        stop = generation.stop_string
+        if stop is not None:
+            text = text[: text.rindex(stop)] if stop in text else text
+        parts = tools.split_turn(text)
+        finish = AnswerFinish.tool_calls if parts.calls else AnswerFinish.stop
+        if generation.finish_reason is FinishReason.length:
+            finish = AnswerFinish.length
+        if parts.calls and self.num_calls >= self.scope.context.config.max_tool_calls:
+            self._spent = StopReason.call_limit
+            parts, finish = replace(parts, calls=()), AnswerFinish.length
+        self.num_calls += len(parts.calls)
+        self.tree.add_answer(block, generation, parts.content, parts.calls)
+        if self._num_tokens_left < 1 and finish is AnswerFinish.length:
+            self._spent = self._spent or StopReason.length
+        return self._make_answer(name, block, parts, finish, generation)
+
+    def _make_answer(
+        self,
+        name: str,
+        block: Block,
+        parts: AssistantText,
+        finish: AnswerFinish,
+        generation: Generation | None = None,
+    ) -> ChatAnswer:
+        number = self.tree.num_answers
+        return ChatAnswer(
+            answer_id=_answer_id(name),
+            reasoning=parts.reasoning,
+            content=parts.content,
+            tool_calls=tuple(
+                (f"call_{number}_{index}", call) for index, call in enumerate(parts.calls)
+            ),
+            finish=finish,
+            stop_string=generation.stop_string if generation else None,
+            num_prompt_tokens=block.length,
+            num_cached_tokens=generation.num_cached_tokens if generation else 0,
+            num_answer_tokens=len(generation.token_ids) if generation else 0,
+            created_s=int(time.time()),
+        )
+
+    def _budget_error(self, reason: StopReason) -> GatewayError:
+        config = self.scope.context.config
+        limit = {
+            StopReason.length: f"rollout.max_response_tokens={config.max_response_tokens}",
+            StopReason.turn_limit: f"rollout.max_turns={config.max_turns}",
+            StopReason.call_limit: f"rollout.max_tool_calls={config.max_tool_calls}",
+        }[reason]
+        return GatewayError(
+            ErrorKind.budget_spent, f"the session has used up {limit}; it cannot continue"
+        )
+
+
+def _answer_id(request_id: str) -> str:
+    return request_id.replace("/", "-")

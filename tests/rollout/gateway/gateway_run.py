@@ -1,0 +1,62 @@
+"""A gateway on the loopback interface over a real chat template and a scripted policy."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+
+from mega_agentrl.config.enums import Branching, CallProtocol
+from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.rollout.gateway.server import Gateway, GatewaySettings
+from mega_agentrl.rollout.gateway.session import SessionScope
+from mega_agentrl.rollout.tracing import TrajectorySpans
+from tests.chat_models import Script
+from tests.fakes import make_context
+from tests.rollout.chat_run import make_kit, prompt_for
+
+
+def make_session_scope(codec, generator, *, kit=None, max_model_len=10_000, **options):
+    """The scope of a root over real tools and a template; `options` are of `rollout.*`."""
+    kit = kit or make_kit(codec)
+    defaults = {
+        "branching": Branching.none,
+        "call_protocol": CallProtocol.hermes,
+        "max_response_tokens": 4000,
+        "max_turns": 100,
+        "max_tool_calls": 100,
+    }
+    context = make_context(
+        RolloutConfig(**(defaults | options)),
+        generator=generator,
+        tools=kit,
+        codec=codec,
+        max_model_len=max_model_len,
+    )
+    prompt = prompt_for(codec, kit)
+    return SessionScope(
+        context=context,
+        prompt=prompt,
+        prompt_key="p0",
+        path=(0,),
+        spans=TrajectorySpans(None, prompt, "p0/0/0", 0, None),
+    )
+
+
+@asynccontextmanager
+async def open_gateway(**settings):
+    """A gateway that listens."""
+    gateway = Gateway(GatewaySettings(**settings))
+    await gateway.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+@asynccontextmanager
+async def open_scripted_session(codec, turns, **options):
+    """Base URL without a path, key, session and engine of a session with scripted turns."""
+    script = Script(codec, turns)
+    async with open_gateway() as gateway:
+        key, session = gateway.open_session(make_session_scope(codec, script, **options))
+        yield gateway.url, key, session, script
+        await gateway.close_session(key)
