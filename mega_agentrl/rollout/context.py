@@ -11,6 +11,7 @@ from mega_agentrl.rollout.io.nodes import format_path
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.rollout import RolloutConfig
+    from mega_agentrl.rollout.agents.base import AgentHost
     from mega_agentrl.rollout.branching.policy import BranchPolicy
     from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.rollout.tracing import RolloutSpans
@@ -58,6 +59,8 @@ class RolloutContext:
     """Maximum lag of tokens of a restored tree behind the engine, in weight versions."""
     images: ImageLoader | None = None
     """Loads images and checks those of tools; None for a model of text."""
+    agents: AgentHost | None = None
+    """The user's agent; None samples with the native loop."""
 
     @property
     def is_lockstep(self) -> bool:
@@ -88,6 +91,7 @@ def make_rollout_context(
     with_greedy: bool = False,
     tree_store: TreeStore | None = None,
     images: ImageLoader | None = None,
+    agents: AgentHost | None = None,
 ) -> RolloutContext:
     """Build the context of one pass from the configuration (see the fields of `RolloutContext`).
 
@@ -109,4 +113,5 @@ def make_rollout_context(
         with_greedy=with_greedy,
         tree_store=tree_store,
         images=images,
+        agents=agents,
     )

@@ -4,7 +4,7 @@ Roots and their forks run concurrently; if the branch policy monitors a first ro
 start when it has ended. When all have ended, the policy may start forks from them, in rounds;
 unused fork slots are filled with fresh roots. A failed trajectory counts as one of the M. A bug or
 a cancellation ends all trajectories, and every tool session is released before the exception
-propagates.
+propagates. With `rollout.agent` each trajectory is an attempt of the agent (`agents.runner`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from mega_agentrl.rollout.agents.runner import AgentTrajectoryRunner, set_fork_lengths
 from mega_agentrl.rollout.branching.policy import PathBudget, make_root_budgets, split_evenly
 from mega_agentrl.rollout.trajectory import TrajectoryRunner
 from mega_agentrl.types.records import RolloutTree
@@ -23,12 +24,14 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.types.records import Prompt, Trajectory
 
+    Runner = TrajectoryRunner | AgentTrajectoryRunner
+
 
 async def sample_tree(
     context: RolloutContext,
     prompt: Prompt,
     prompt_key: str,
-    tasks: list[asyncio.Task[Trajectory]] | None = None,
+    tasks: list[asyncio.Task[Trajectory | None]] | None = None,
 ) -> RolloutTree:
     """Sample the M = `rollout.group_size` trajectories of a prompt, unscored, in path order.
 
@@ -41,22 +44,23 @@ async def sample_tree(
     try:
         if policy.needs_monitor_root(num_trajectories):
             await tree.run_roots([PathBudget(0)])
-            monitored = tree.tasks[0].result()
+            monitored = tree.trajectories[0]
         slots = policy.fork_slots(num_trajectories, monitored)
         await tree.run_roots(make_root_budgets(context.config.branch.fork_budget, slots))
         num_planned = len(slots) + (monitored is not None)
-        num_left = num_trajectories - len(tree.tasks)
+        num_left = num_trajectories - len(tree.trajectories)
         if policy.num_expansion_rounds:
             for num_forks in split_evenly(num_left, policy.num_expansion_rounds):
                 await tree.expand(num_forks)
-        num_missing = num_trajectories - len(tree.tasks)
+        num_missing = num_trajectories - len(tree.trajectories)
         await tree.run_roots([PathBudget(0)] * num_missing)
     finally:
         for runner in tree.runners:
             # A task that is cancelled before its first step never reaches its own release.
             await runner.release()
             await runner.release_turn_starts()
-    trajectories = [task.result() for task in tree.tasks]
+    trajectories = tree.trajectories
+    set_fork_lengths(trajectories)
     num_forks = sum(trajectory.parent_id is not None for trajectory in trajectories)
     assert len(trajectories) == num_trajectories, f"{len(trajectories)} of {num_trajectories}"
     return RolloutTree(
@@ -64,6 +68,7 @@ async def sample_tree(
         trajectories=sorted(trajectories, key=lambda trajectory: trajectory.path),
         num_forks=num_forks,
         num_extra_roots=num_trajectories - num_forks - num_planned,
+        num_abandoned_forks=len(tree.tasks) - len(trajectories),
     )
 
 
@@ -75,15 +80,21 @@ class _TreeSampler:
         context: RolloutContext,
         prompt: Prompt,
         prompt_key: str,
-        tasks: list[asyncio.Task[Trajectory]],
+        tasks: list[asyncio.Task[Trajectory | None]],
     ) -> None:
-        self.runners: list[TrajectoryRunner] = []
+        self.runners: list[Runner] = []
         self.tasks = tasks
         self._context = context
         self._prompt = prompt
         self._prompt_key = prompt_key
         self._num_roots = 0
         self._group = asyncio.TaskGroup()
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The trajectories of the ended tasks, in starting order, without abandoned forks."""
+        results = (task.result() for task in self.tasks)
+        return [trajectory for trajectory in results if trajectory is not None]
 
     async def run_roots(self, budgets: Sequence[ForkBudget]) -> None:
         """Run one new root per budget, and all their forks, to the end."""
@@ -96,20 +107,22 @@ class _TreeSampler:
 
         No path starts at a turn without a copy of its tools and user.
         """
-        ended = sorted((task.result() for task in self.tasks), key=lambda item: item.path)
+        ended = sorted(self.trajectories, key=lambda item: item.path)
         runners = {runner.path: runner for runner in self.runners}
         async with asyncio.TaskGroup() as self._group:
             for path, position in self._context.policy.choose_expansions(ended, num_forks):
-                if path:
-                    await runners[path].fork_ended(position, PathBudget(0))
+                runner = runners.get(path)
+                if isinstance(runner, TrajectoryRunner):
+                    await runner.fork_ended(position, PathBudget(0))
                 else:
                     self._start_root(PathBudget(0))
 
     def _start_root(self, budget: ForkBudget) -> None:
         path = (self._num_roots,)
         self._num_roots += 1
+        runner_type = AgentTrajectoryRunner if self._context.agents else TrajectoryRunner
         self._start(
-            TrajectoryRunner(
+            runner_type(
                 self._context,
                 self._prompt,
                 self._prompt_key,
@@ -119,7 +132,7 @@ class _TreeSampler:
             )
         )
 
-    def _start(self, runner: TrajectoryRunner) -> None:
+    def _start(self, runner: Runner) -> None:
         """Run a path in the task group of the current round."""
         self.runners.append(runner)
         self.tasks.append(self._group.create_task(runner.run()))

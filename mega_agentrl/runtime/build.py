@@ -100,6 +100,10 @@ def build(
 
         if not has_sandbox_hosts:
             start_tools()
+        if inputs.agents is not None:
+            gateway = inputs.agents.gateway
+            stack.callback(lambda: runner.run(gateway.close()))
+            runner.run(gateway.start())
         coordinator, policy, generator = _start_policy_and_engines(
             start, start_tools if has_sandbox_hosts else None
         )
@@ -130,6 +134,7 @@ def build(
             startup_s=progress.elapsed_s,
             run_coroutine=runner.run,
             interactions=inputs.interactions,
+            agents=inputs.agents,
             images=inputs.images,
             cot_marker_ids=inputs.cot_markers,
             trigger_ids=inputs.trigger_ids,

@@ -35,6 +35,8 @@ from mega_agentrl.data.sft_dataset import (
 )
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from mega_agentrl.rollout.agents.base import agent_part_names
+from mega_agentrl.rollout.agents.load import load_agent
 from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.rollout.interaction.session import (
     InteractionRegistry,
@@ -46,6 +48,7 @@ from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.agents.base import AgentHost
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.toolkit import ToolKit
     from mega_agentrl.types.batch import TrainBatch
@@ -68,6 +71,8 @@ class RunInputs:
     """Tools of the run."""
     interactions: InteractionProvider
     """User simulators that prompts may name."""
+    agents: AgentHost | None
+    """The user's agent, and a gateway that has not started; None without one."""
     images: RolloutImages | None
     """Loads images for a vision-language model; None for a model of text."""
     prompts: tuple[Prompt, ...]
@@ -94,6 +99,8 @@ class UserCode:
 
     tools: Sequence[Tool]
     """Tools of `tool.user_tools_file`."""
+    agents: AgentHost | None
+    """The agent of `rollout.agent`."""
     interactions: InteractionRegistry
     """Users of `rollout.interaction_config_file`."""
 
@@ -131,7 +138,8 @@ def read_inputs(
     tools = _build_toolkit(config, codec, user_code.tools)
     interactions = user_code.interactions
     _check_tag_tokens(codec, tools.call_markers)
-    check_rubric_parts(config.reward, (*tools.names, *interactions.names))
+    agent_parts = [] if user_code.agents is None else agent_part_names(config.reward)
+    check_rubric_parts(config.reward, (*tools.names, *interactions.names, *agent_parts))
     # With tags, the prompts describe the tools; function calls need them in the chat template.
     schemas = tools.schemas() if tools.uses_tool_messages else {}
     train = _encode_prompts(tables.train, config, "data.train", codec, schemas)
@@ -155,6 +163,7 @@ def read_inputs(
         codec=codec,
         tools=tools,
         interactions=interactions,
+        agents=user_code.agents,
         images=images,
         prompts=train.prompts,
         prompt_weights=train.weights,
@@ -180,7 +189,8 @@ def load_user_code(config: TrainConfig) -> UserCode:
     tools = load_tools(config.tool)
     names = (*built_in_tools(config.tool), *(tool.name for tool in tools))
     interactions = load_interaction_registry(config.rollout.interaction_config_file, names)
-    return UserCode(tools=tools, interactions=interactions)
+    agents = load_agent(config.rollout.agent)
+    return UserCode(tools=tools, interactions=interactions, agents=agents)
 
 
 def _read_tables(config: TrainConfig) -> _DataTables:

@@ -182,6 +182,7 @@ def sample_trees(
         temperature=temperature,
         spans=components.monitors.rollout_spans,
         images=components.images,
+        agents=components.agents,
     )
     trees = components.run_coroutine(collect_rollouts(prompts, components.rubric, context))
     add_reward_model_scores(components, trees)

@@ -130,6 +130,7 @@ def open_rollout_collector(
         with_greedy=config.algo.estimator.needs_greedy_baseline,
         tree_store=tree_store,
         images=components.images,
+        agents=components.agents,
     )
     collector = RolloutCollector(
         components.prompt_source,

@@ -52,6 +52,8 @@ class StopReason(StrEnum):
     """The simulated user reached its number of messages."""
     tool_failure = "tool_failure"
     """A tool or the simulated user failed."""
+    agent_failure = "agent_failure"
+    """The agent of `rollout.agent` raised or returned no reward."""
     aborted = "aborted"
     """The engine aborted the request."""
 
@@ -61,7 +63,12 @@ class StopReason(StrEnum):
 
         A timeout counts: the policy does not control how fast engines and tools are.
         """
-        return self in (StopReason.tool_failure, StopReason.aborted, StopReason.trajectory_timeout)
+        return self in (
+            StopReason.tool_failure,
+            StopReason.agent_failure,
+            StopReason.aborted,
+            StopReason.trajectory_timeout,
+        )
 
 
 class FinishReason(StrEnum):
@@ -457,6 +464,8 @@ class RolloutTree:
     """Number of forked trajectories."""
     num_extra_roots: int = 0
     """Number of additional roots beside the planned ones, instead of forks or after them."""
+    num_abandoned_forks: int = 0
+    """Forks that were given up, because an agent did not repeat its requests up to the fork."""
     greedy_trajectory: Trajectory | None = None
     """Greedy answer to the prompt, if requested; not a member of the group."""
 

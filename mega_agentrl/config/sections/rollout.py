@@ -154,6 +154,9 @@ class RolloutConfig(GroupSelectionConfig):
     """Maximum number of images of a tool's answer; more are an error that the policy sees."""
     image_cache_mib: Annotated[int, Range(at_least=1, at_most=16_777_216, unit="MiB")] = 2048
     """Size up to which resized pixels of recent images are kept on the driver."""
+    agent: dict[str, Any] = field(default_factory=dict)
+    """The user's own agent in place of the native loop: `_target_`, a function or class as
+    `FILE.py:NAME` or `package.module.NAME`, and its arguments; empty for none."""
     interaction_config_file: str = ""
     """Yaml list of simulated users; empty for none."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5

@@ -108,6 +108,8 @@ class ContextTree:
         """First blocks, in the order in which they were made."""
         self.num_answers = 0
         """Sampled blocks."""
+        self.first_answer: Block | None = None
+        """The first sampled block."""
         self.num_response_tokens = 0
         """Tokens of all blocks but the first ones of contexts."""
         self._encoder = encoder
@@ -154,6 +156,7 @@ class ContextTree:
             last_order=self.num_answers,
         )
         self._attach(block, key, answer)
+        self.first_answer = self.first_answer or answer
         self._sampled_by_key[key] = answer
         for ancestor in block.chain:
             ancestor.last_order = self.num_answers
@@ -215,8 +218,8 @@ class SessionResponse:
 
     token_buffer: TokenBuffer
     context_resets: tuple[ContextReset, ...]
-    positions: dict[int, int]
-    """Number of response tokens before a sampled block, by the block's `id`."""
+    positions: dict[Block, int]
+    """Number of response tokens before each sampled block."""
 
 
 def build_response(tree: ContextTree, prompt: Prompt, encoder: BlockEncoder) -> SessionResponse:
@@ -251,7 +254,7 @@ class _ResponseWriter:
     def __init__(self, prompt: Prompt, encoder: BlockEncoder) -> None:
         self.token_buffer = TokenBuffer()
         self.context_resets: list[ContextReset] = []
-        self.positions: dict[int, int] = {}
+        self.positions: dict[Block, int] = {}
         self._prompt = prompt
         self._encoder = encoder
         self._tail: Block | None = None
@@ -276,7 +279,7 @@ class _ResponseWriter:
             self.context_resets.append(
                 ContextReset(start=start, token_ids=token_ids, images=images)
             )
-        self.positions[id(block)] = len(self.token_buffer)
+        self.positions[block] = len(self.token_buffer)
         self.token_buffer.append_sampled(block.generation)
         self.token_buffer.close_turn(self._encoder.decode(block.token_ids))
         self._tail = block

@@ -40,6 +40,11 @@ def assistant_key(content: Any, calls: Iterable[ToolCall]) -> bytes:
     return _digest(["assistant", text, named])
 
 
+def call_key(name: str, arguments: Mapping[str, Any]) -> bytes:
+    """Return the key of a call of one of the run's own tools."""
+    return _digest([name, _normalize_numbers(arguments)])
+
+
 def block_key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bytes:
     """Return the key of consecutive messages that are not the assistant's, and of the tools."""
     return _digest([[_input_key(message) for message in messages], list(tools)])

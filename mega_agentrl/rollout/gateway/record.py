@@ -22,13 +22,16 @@ class SessionRecord:
 
     Args:
         tree: The contexts of the parent.
-        open_blocks: Blocks whose answer the second instance samples: the one at the fork, and those
-            of requests that ran at the same time.
+        fork_block: Block before the fork, whose answer the second instance samples.
+        running_blocks: Blocks of requests that ran at the same time, whose answers it samples, too.
     """
 
-    def __init__(self, tree: ContextTree, open_blocks: Iterable[Block]) -> None:
+    def __init__(
+        self, tree: ContextTree, fork_block: Block, running_blocks: Iterable[Block] = ()
+    ) -> None:
         self._generations: dict[bytes, deque[Generation]] = {}
-        self._open = {block.digest for block in open_blocks}
+        self._fork_digest = fork_block.digest
+        self._open = {fork_block.digest, *(block.digest for block in running_blocks)}
         self._has_ended = False
         stack = list(tree.roots)
         while stack:
@@ -53,3 +56,7 @@ class SessionRecord:
         if digest in self._open:
             self._has_ended = True
         return self._has_ended
+
+    def is_fork(self, digest: bytes) -> bool:
+        """Return whether this is the block before the fork."""
+        return digest == self._fork_digest

@@ -18,13 +18,13 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
-from mega_agentrl.rollout.gateway.dialects.base import encode_json
+from mega_agentrl.rollout.gateway.dialects.base import decode_body, encode_json
 from mega_agentrl.rollout.gateway.dialects.openai_chat import OpenAIChat
 from mega_agentrl.rollout.gateway.session import AgentSession
 
@@ -41,7 +41,8 @@ BODY_TIMEOUT_S = 60.0
 
 WARNING_HEADER = "x-gateway-warning"
 
-_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": OpenAIChat()}
+_OPENAI = OpenAIChat()
+_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": _OPENAI}
 _MIB = 2**20
 _log = logging.getLogger(__name__)
 
@@ -96,11 +97,12 @@ class Gateway:
             OSError: the address cannot be used.
         """
         app = web.Application(client_max_size=self._settings.max_body_mib * _MIB)
-        app.router.add_get("/v1/models", self._list_models)
-        app.router.add_get("/sessions/{key}/v1/models", self._list_models)
-        for path in _DIALECTS:
-            app.router.add_post(path, self._answer)
-            app.router.add_post(f"/sessions/{{key}}{path}", self._answer)
+        for prefix in ("", "/sessions/{key}"):
+            app.router.add_get(f"{prefix}/v1/models", self._list_models)
+            app.router.add_get(f"{prefix}/v1/tools", self._list_tools)
+            app.router.add_post(f"{prefix}/v1/tools/{{tool}}", self._call_tool)
+            for path in _DIALECTS:
+                app.router.add_post(prefix + path, self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         host = self._settings.host
@@ -154,9 +156,8 @@ class Gateway:
             answer = await session.complete(request, is_retry=_is_retry(http))
         except GatewayError as error:
             return _error_response(dialect, error)
-        body = encode_json(dialect.render_answer(answer, request))
-        headers = _warning_headers(request)
-        response = web.Response(body=body, content_type="application/json", headers=headers)
+        body = dialect.render_answer(answer, request)
+        response = _json_response(body, headers=_warning_headers(request))
         await response.prepare(http)
         await response.write_eof()  # raises if the client has gone away
         session.mark_delivered(answer)
@@ -166,10 +167,27 @@ class Gateway:
         try:
             self._find_session(http)
         except GatewayError as error:
-            return _error_response(_DIALECTS["/v1/chat/completions"], error)
+            return _error_response(_OPENAI, error)
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "mega_agentrl"}
-        body = encode_json({"object": "list", "data": [model]})
-        return web.Response(body=body, content_type="application/json")
+        return _json_response({"object": "list", "data": [model]})
+
+    async def _list_tools(self, http: web.Request) -> web.StreamResponse:
+        """Answer with the schemas of the run's tools, as the field `tools` of a request."""
+        try:
+            session = self._find_session(http)
+        except GatewayError as error:
+            return _error_response(_OPENAI, error)
+        return _json_response(list(session.scope.prompt.tool_schemas))
+
+    async def _call_tool(self, http: web.Request) -> web.StreamResponse:
+        """Run a tool of the run; the body has its arguments."""
+        try:
+            session = self._find_session(http)
+            arguments = decode_body(await _read_body(http), dict)
+            outcome = await session.call_tool(http.match_info["tool"], arguments)
+        except GatewayError as error:
+            return _error_response(_OPENAI, error)
+        return _json_response({"answer": outcome.answer, "status": str(outcome.status)})
 
     def _find_session(self, http: web.Request) -> AgentSession:
         """Return the session whose key the request has; keys are compared by hash."""
@@ -216,14 +234,19 @@ def _warning_headers(request: ChatRequest) -> dict[str, str]:
     return {WARNING_HEADER: "; ".join(request.warnings)} if request.warnings else {}
 
 
+def _json_response(
+    body: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    content = encode_json(body)
+    return web.Response(
+        status=status, body=content, content_type="application/json", headers=headers
+    )
+
+
 def _error_response(dialect: Dialect, error: GatewayError) -> web.Response:
     status, body = dialect.render_error(error)
-    return web.Response(
-        status=status,
-        body=encode_json(body),
-        content_type="application/json",
-        headers={"x-should-retry": "true" if error.kind.is_retryable else "false"},
-    )
+    headers = {"x-should-retry": "true" if error.kind.is_retryable else "false"}
+    return _json_response(body, status=status, headers=headers)
 
 
 async def _send_stream(

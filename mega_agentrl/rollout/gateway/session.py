@@ -43,12 +43,14 @@ from mega_agentrl.types.records import (
 from mega_agentrl.vision.placeholders import content_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
+    from typing import Any
 
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.rollout.gateway.capture import Block, SessionResponse
     from mega_agentrl.rollout.gateway.chat import ChatRequest
     from mega_agentrl.rollout.gateway.record import SessionRecord
+    from mega_agentrl.rollout.gateway.tools import SessionTools
     from mega_agentrl.rollout.tracing import TrajectorySpans
     from mega_agentrl.types.records import Prompt
 
@@ -72,6 +74,8 @@ class SessionScope:
     path: tuple[int, ...]
     """Position in the tree."""
     spans: TrajectorySpans
+    tools: SessionTools
+    """The run's own tools, for agents that call them."""
     record: SessionRecord | None = None
     """Answers of the trajectory that this one was forked from; None for a root."""
     probe: Probe | None = None
@@ -87,9 +91,9 @@ class SessionScope:
 class Probe:
     """Forks of a session, decided on the first tokens of a turn."""
 
-    num_tokens: Callable[[Block], int]
+    num_tokens: Callable[[AgentSession, Block], int]
     """Number of tokens to sample after a block before `on_sampled`; 0 does not ask."""
-    on_sampled: Callable[[Block, Generation], Awaitable[None]]
+    on_sampled: Callable[[AgentSession, Block, Generation], Awaitable[None]]
     """Receives the sampled tokens, and may start forks."""
 
 
@@ -114,10 +118,13 @@ class AgentSession:
         """Tool calls that the client got."""
         self.num_reused_answers = 0
         """Answers that were sent again to a client that had lost them."""
-        self.has_diverged = False
-        """Whether the agent's requests differ from the record of its parent."""
-        self.fatal_error: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self.diverged: asyncio.Future[None] = loop.create_future()
+        """Done when the agent's requests differ from the record of its parent."""
+        self.fatal_error: asyncio.Future[BaseException] = loop.create_future()
         """An error of the run itself, which must end the trajectory's task."""
+        self._replayed: set[Block] = set()
+        self._has_exceeded_context = False
         self._spent: StopReason | None = None
         self._has_sent_stop = False
         self._last_finish: FinishReason | None = None
@@ -165,6 +172,19 @@ class AgentSession:
         # The task goes on if the client goes away: the answer waits for its retry.
         return await asyncio.shield(task)
 
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
+        """Run one of the run's own tools.
+
+        Raises:
+            GatewayError: the session has ended, or the tools cannot be created.
+        """
+        if self._is_closed:
+            raise GatewayError(ErrorKind.unknown_key, "the session has ended")
+        try:
+            return await self.scope.tools.call(name, arguments)
+        except INFRA_ERRORS as error:
+            raise GatewayError(ErrorKind.engine_failed, f"tool {name}: {error}") from error
+
     def mark_delivered(self, answer: ChatAnswer) -> None:
         """Note that the client has received an answer, so that it is not sent again."""
         block = self._block_by_answer_id.pop(answer.answer_id, None)
@@ -205,6 +225,21 @@ class AgentSession:
         return StopReason.eos
 
     @property
+    def limit_reached(self) -> StopReason | None:
+        """Limit after which the agent could not go on; None if it could."""
+        return self._spent or (StopReason.length if self._has_exceeded_context else None)
+
+    @property
+    def running_blocks(self) -> list[Block]:
+        """Blocks after which an answer is being sampled."""
+        return [block for block, task in self._undelivered.items() if not task.done()]
+
+    def num_replayed_tokens(self, response: SessionResponse) -> int:
+        """Return how many tokens of the response precede the first one that was not recorded."""
+        own = [start for block, start in response.positions.items() if block not in self._replayed]
+        return min(own, default=len(response.token_buffer))
+
+    @property
     def failure(self) -> str:
         """Why a request failed that was not answered later; empty if none did."""
         return next(iter(self._failed_blocks.values()), "")
@@ -236,12 +271,11 @@ class AgentSession:
             self._has_sent_stop = True
             parts = AssistantText(reasoning="", content="", calls=())
             return self._make_answer(name, block, parts, AnswerFinish.length)
-        generation = self._recorded_generation(block)
-        if generation is None:
-            generation = await self._sample_or_fail(block, request, name)
+        recorded = self._recorded_generation(block)
+        generation = recorded or await self._sample_or_fail(block, request, name)
         self._failed_blocks.pop(block, None)
         self._last_finish = generation.finish_reason
-        return self._add_answer(block, request, name, generation)
+        return self._add_answer(block, name, generation, is_replayed=recorded is not None)
 
     def _find_spent_budget(self) -> StopReason | None:
         config = self.scope.context.config
@@ -261,7 +295,8 @@ class AgentSession:
             return None
         generation = record.next_generation(block.digest)
         if generation is None and not record.is_open(block.digest):
-            self.has_diverged = True
+            if not self.diverged.done():
+                self.diverged.set_result(None)
             raise GatewayError(
                 ErrorKind.unknown_key, "the requests differ from those of the session it repeats"
             )
@@ -299,13 +334,13 @@ class AgentSession:
         engine_request = await self._engine_request(block, request, name, max_tokens)
         probe = self.scope.probe
         # The engine looks for a stop string in the output of one request only.
-        num_probed = 0 if probe is None or request.stop else probe.num_tokens(block)
+        num_probed = 0 if probe is None or request.stop else probe.num_tokens(self, block)
         self.scope.spans.start_turn()
         if probe is None or not 0 < num_probed < max_tokens:
             return await self._generate(engine_request)
         piece = await self._generate(replace(engine_request, max_tokens=num_probed))
         if piece.finish_reason is not FinishReason.aborted:
-            await probe.on_sampled(block, piece)
+            await probe.on_sampled(self, block, piece)
         if piece.finish_reason is not FinishReason.length:
             return piece
         rest = replace(
@@ -329,6 +364,7 @@ class AgentSession:
         context = self.scope.context
         room = context.max_model_len - block.length
         if room < 1:
+            self._has_exceeded_context = True
             raise GatewayError(
                 ErrorKind.context_length,
                 f"messages: got {block.length} tokens, expected fewer than "
@@ -368,7 +404,7 @@ class AgentSession:
         return request_seed(context.seed, step, scope.prompt_key, scope.path, turn, index)
 
     def _add_answer(
-        self, block: Block, request: ChatRequest, name: str, generation: Generation
+        self, block: Block, name: str, generation: Generation, *, is_replayed: bool
     ) -> ChatAnswer:
         """Add sampled tokens to the tree and return the answer for the client."""
         tools = self.scope.context.tools
@@ -384,7 +420,9 @@ class AgentSession:
             self._spent = StopReason.call_limit
             parts, finish = replace(parts, calls=()), AnswerFinish.length
         self.num_calls += len(parts.calls)
-        self.tree.add_answer(block, generation, parts.content, parts.calls)
+        added = self.tree.add_answer(block, generation, parts.content, parts.calls)
+        if is_replayed:
+            self._replayed.add(added)
         if self._num_tokens_left < 1 and finish is AnswerFinish.length:
             self._spent = self._spent or StopReason.length
         return self._make_answer(name, block, parts, finish, generation)

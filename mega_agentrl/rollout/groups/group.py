@@ -58,9 +58,9 @@ class Group:
     """Task shared by all groups that advance in lock-step."""
     generator: InterruptibleGenerator | None = None
     """The group's generator, if the group can be paused."""
-    trajectory_tasks: list[asyncio.Task[Trajectory]] = field(default_factory=list)
+    trajectory_tasks: list[asyncio.Task[Trajectory | None]] = field(default_factory=list)
     """Tasks of the trajectories that have started."""
-    greedy_tasks: list[asyncio.Task[Trajectory]] = field(default_factory=list)
+    greedy_tasks: list[asyncio.Task[Trajectory | None]] = field(default_factory=list)
     """Task of the greedy trajectory, once it has started."""
     pending_scores: list[PendingScore] = field(default_factory=list)
     """Scores that are still being computed when the group has finished."""
@@ -114,8 +114,8 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
     if context.config.partial_rollout:
         generator = InterruptibleGenerator(context.generator, context.codec)
         context = replace(context, generator=generator)
-    trajectory_tasks: list[asyncio.Task[Trajectory]] = []
-    greedy_tasks: list[asyncio.Task[Trajectory]] = []
+    trajectory_tasks: list[asyncio.Task[Trajectory | None]] = []
+    greedy_tasks: list[asyncio.Task[Trajectory | None]] = []
     pending: list[PendingScore] = []
     restored = _restore_tree(context, prompt, key)
 
@@ -145,7 +145,10 @@ def start_group(context: RolloutContext, prompt: Prompt, key: str, rubric: Rubri
 
 
 async def _sample_greedy_trajectory(
-    context: RolloutContext, prompt: Prompt, prompt_key: str, tasks: list[asyncio.Task[Trajectory]]
+    context: RolloutContext,
+    prompt: Prompt,
+    prompt_key: str,
+    tasks: list[asyncio.Task[Trajectory | None]],
 ) -> Trajectory:
     """Sample the greedy trajectory of a prompt, unscored; `tasks` receives its task."""
     greedy_context = replace(

@@ -8,6 +8,7 @@ from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.gateway.server import Gateway, GatewaySettings
 from mega_agentrl.rollout.gateway.session import SessionScope
+from mega_agentrl.rollout.gateway.tools import SessionTools
 from mega_agentrl.rollout.tracing import TrajectorySpans
 from tests.chat_models import Script
 from tests.fakes import make_context
@@ -32,12 +33,14 @@ def make_session_scope(codec, generator, *, kit=None, max_model_len=10_000, **op
         max_model_len=max_model_len,
     )
     prompt = prompt_for(codec, kit)
+    spans = TrajectorySpans(None, prompt, "p0/0/0", 0, None)
     return SessionScope(
         context=context,
         prompt=prompt,
         prompt_key="p0",
         path=(0,),
-        spans=TrajectorySpans(None, prompt, "p0/0/0", 0, None),
+        spans=spans,
+        tools=SessionTools(context, prompt, spans),
     )
 
 

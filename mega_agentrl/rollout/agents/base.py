@@ -1,0 +1,125 @@
+"""What an agent is to a rollout: something that runs once per attempt and talks to the gateway."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mega_agentrl.types.images import ImageInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from mega_agentrl.config.sections.reward import RewardConfig
+    from mega_agentrl.rollout.gateway.server import Gateway
+    from mega_agentrl.types.records import Message, Prompt
+
+AgentResult = float | Mapping[str, float] | None
+"""What an agent may return: its reward, several parts of it by name, or nothing."""
+
+AGENT_PART = "agent"
+"""Name of the reward part that an agent returns; further parts are `agent.NAME`."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AgentTask:
+    """One attempt at a prompt, as the agent gets it."""
+
+    prompt: list[Message]
+    """The messages of the prompt, with images as parts `image_url`; without the ground truth."""
+    base_url: str
+    """Address of the OpenAI APIs, ending in `/v1`."""
+    api_key: str
+    """Key of the session."""
+    socket_path: Path
+    """Unix socket of the gateway, for agents without a network."""
+    tools_kwargs: Mapping[str, Mapping[str, Any]]
+    """The prompt's arguments of tools."""
+
+
+class Agent(Protocol):
+    """Runs attempts: `function.FunctionAgent`, `command.CommandAgent` or a class of the user."""
+
+    @property
+    def name(self) -> str:
+        """Where the agent's code is, for messages."""
+
+    async def run(self, task: AgentTask) -> AgentResult:
+        """Run one attempt and return its reward, or several parts by name, or None.
+
+        Cancellation ends everything that the attempt has started. Any exception is a failed
+        attempt.
+        """
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class AgentHost:
+    """The agent of a run, and the gateway that serves it."""
+
+    agent: Agent
+    gateway: Gateway
+    timeout_s: float
+    """Maximum duration of an attempt."""
+
+
+def prompt_messages(prompt: Prompt) -> list[Message]:
+    """Return the messages of a prompt as OpenAI's API has them."""
+    return [{**message, "content": _api_content(message["content"])} for message in prompt.messages]
+
+
+def _api_content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    return [_api_part(part) for part in content]
+
+
+def _api_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    image = part.get("image")
+    if not isinstance(image, ImageInput):
+        return dict(part)
+    data = image.read()
+    kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class AgentResultError(ValueError):
+    """An agent returned something that is not a reward."""
+
+
+def agent_part_names(config: RewardConfig) -> list[str]:
+    """Return the names of the rubrics' parts that the agent returns."""
+    return [
+        name
+        for name in config.part_names
+        if name == AGENT_PART or name.startswith(f"{AGENT_PART}.")
+    ]
+
+
+def reward_parts(result: Any) -> dict[str, float]:
+    """Return what an agent returned as reward parts by name.
+
+    Raises:
+        AgentResultError: it is neither a finite number, nor a mapping of such, nor None.
+    """
+    if result is None:
+        return {}
+    if not isinstance(result, Mapping):
+        return {AGENT_PART: _finite_number(result, "the agent's result")}
+    return {
+        f"{AGENT_PART}.{name}": _finite_number(value, f"the agent's result[{name!r}]")
+        for name, value in result.items()
+    }
+
+
+def _finite_number(value: Any, key: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise AgentResultError(f"{key}: got {value!r}, expected a number or None") from error
+    if isinstance(value, str) or not math.isfinite(number):
+        raise AgentResultError(f"{key}: got {value!r}, expected a finite number")
+    return number

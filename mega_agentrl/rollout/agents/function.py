@@ -1,0 +1,66 @@
+"""An agent that is a Python function of the user, run on the event loop of the rollouts.
+
+The function is trusted code in the process of the trainer. An ordinary function runs in a thread,
+which cannot be ended: if it may hang, make it a command (`agents.command`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.user_code import source_location
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from mega_agentrl.rollout.agents.base import AgentTask
+
+ARGUMENTS = ("prompt", "base_url", "api_key", "tools_kwargs")
+"""What the function is called with, by name, as far as it has parameters of these names."""
+
+_MAX_THREADS = 256
+
+
+class FunctionAgent:
+    """Calls a function for each attempt.
+
+    Args:
+        function: The user's function.
+        options: Further arguments, from the configuration.
+        key: Dotted key of the setting that names it, for errors.
+
+    Raises:
+        ConfigError: the function does not take these arguments.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], options: Mapping[str, Any], key: str = "rollout.agent"
+    ) -> None:
+        self.name = source_location(function)
+        parameters = inspect.signature(function).parameters
+        takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
+        self._names = [name for name in ARGUMENTS if takes_all or name in parameters]
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(self._names), **options)
+        except TypeError as error:
+            raise ConfigError(
+                key,
+                self.name,
+                f"a function of {', '.join(ARGUMENTS)} and of the options {sorted(options)}",
+                str(error),
+            ) from error
+        self._function = partial(function, **options)
+        is_async = inspect.iscoroutinefunction(function)
+        self._threads = None if is_async else ThreadPoolExecutor(_MAX_THREADS, "agent")
+
+    async def run(self, task: AgentTask) -> Any:
+        """Run the function and return what it returns."""
+        call = partial(self._function, **{name: getattr(task, name) for name in self._names})
+        if self._threads is None:
+            return await call()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
