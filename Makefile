@@ -22,6 +22,7 @@ env: ## create .venv and install bubblewrap and libseccomp (DEVICE=cpu|gpu, PYTH
 
 model: env ## create the tiny model and the data of the smoke run under runs/toolqa
 	@$(PY) tools/make_tiny_model.py --out runs/toolqa
+	@$(if $(findstring experiment=smoke_openai,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/toolqa_chat --task toolqa_chat)
 	@$(if $(findstring experiment=smoke_calls,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/calls --task calls)
 	@$(if $(findstring experiment=smoke_orders,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/orders --task orders)
 	@$(if $(findstring experiment=smoke_vision,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/vision --task vision)

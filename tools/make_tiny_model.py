@@ -1,6 +1,7 @@
 """Creates the input of a smoke run: a tiny model and the data of a generated task.
 
     python tools/make_tiny_model.py --out runs/toolqa --seed 0
+    python tools/make_tiny_model.py --out runs/toolqa_chat --task toolqa_chat
     python tools/make_tiny_model.py --out runs/calls --task calls
     python tools/make_tiny_model.py --out runs/orders --task orders
     python tools/make_tiny_model.py --out runs/vision --task vision
@@ -59,7 +60,7 @@ def _write(folder: Path, settings: TaskSettings) -> None:
 
     disable_progress_bar()
     match settings.task:
-        case GeneratedTask.toolqa:
+        case GeneratedTask.toolqa | GeneratedTask.toolqa_chat:
             write_toolqa_dataset(folder, settings)
         case GeneratedTask.calls:
             write_calls_dataset(folder, settings)

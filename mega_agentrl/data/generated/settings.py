@@ -23,6 +23,8 @@ class GeneratedTask(StrEnum):
 
     toolqa = "toolqa"
     """Questions that need a calculator, a search, or both (`data.toolqa`)."""
+    toolqa_chat = "toolqa_chat"
+    """The same questions, with calls as messages of a chat (`data.toolqa.chat_demonstrations`)."""
     calls = "calls"
     """Requests that need one function call, several, or none (`data.calls`)."""
     orders = "orders"
@@ -35,6 +37,7 @@ class GeneratedTask(StrEnum):
         """Files of the task's folder, without the stamp."""
         task_files = {
             GeneratedTask.toolqa: ("corpus.jsonl",),
+            GeneratedTask.toolqa_chat: ("corpus.jsonl",),
             GeneratedTask.calls: (),
             GeneratedTask.orders: ("interaction.yaml",),
             GeneratedTask.vision: ("model/preprocessor_config.json",),

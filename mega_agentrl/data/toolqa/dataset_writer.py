@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mega_agentrl.data.generated.entity_splits import Split, SplitInventory, make_split_inventories
-from mega_agentrl.data.generated.settings import TaskSettings
+from mega_agentrl.data.generated.settings import GeneratedTask, TaskSettings
 from mega_agentrl.data.generated.task_folder import (
     TaskContent,
     open_task_folder,
     write_task_folder,
 )
+from mega_agentrl.data.toolqa.chat_demonstrations import CHAT_VOCABULARY, SHOWN_TOOLS
 from mega_agentrl.data.toolqa.demonstrations import VOCABULARY, make_demonstrations
 from mega_agentrl.data.toolqa.questions import (
     Fact,
@@ -30,7 +31,7 @@ TOOLS = ("python", "search")
 
 
 def write_toolqa_dataset(folder: Path, settings: TaskSettings) -> None:
-    """Write the folder, replacing its files; equal settings give equal bytes.
+    """Write the folder of `toolqa` or `toolqa_chat`; equal settings give equal bytes.
 
     Raises:
         ValueError: the settings ask for more questions than exist.
@@ -38,11 +39,14 @@ def write_toolqa_dataset(folder: Path, settings: TaskSettings) -> None:
     inventories = make_split_inventories(settings.seed)
     facts = make_facts(inventories, settings.seed)
     questions = _make_split_questions(settings, inventories, facts)
+    in_chat = settings.task is GeneratedTask.toolqa_chat
     demonstrations = make_demonstrations(
         questions[Split.train],
         num_demonstrations=settings.num_demonstrations,
         seed=settings.seed,
+        in_chat=in_chat,
     )
+    shown_tools = {"tools": SHOWN_TOOLS} if in_chat else {}
     content = TaskContent(
         rows={
             split: [
@@ -50,8 +54,8 @@ def write_toolqa_dataset(folder: Path, settings: TaskSettings) -> None:
             ]
             for split in Split
         },
-        demonstrations=[{"messages": messages} for messages in demonstrations],
-        vocabulary=VOCABULARY,
+        demonstrations=[{"messages": messages, **shown_tools} for messages in demonstrations],
+        vocabulary=CHAT_VOCABULARY if in_chat else VOCABULARY,
     )
     open_task_folder(folder)
     write_corpus(facts, folder / "corpus.jsonl")

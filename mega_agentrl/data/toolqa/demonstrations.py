@@ -11,7 +11,7 @@ the text that a rollout appends to the context, so that the loss mask is exact.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mega_agentrl.data.generated.entity_splits import (
     ENTITY_PREFIXES,
@@ -21,6 +21,12 @@ from mega_agentrl.data.generated.entity_splits import (
     value_names,
 )
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary
+from mega_agentrl.data.toolqa.chat_demonstrations import (
+    BOXED_PREFIX,
+    THOUGHT_BY_TOOL,
+    format_chat_guess,
+    make_tool_chat,
+)
 from mega_agentrl.data.toolqa.questions import Question, QuestionKind
 from mega_agentrl.types.records import Message
 
@@ -29,13 +35,11 @@ TAGS = tuple(
     for name in ("think", "python", "search", "result", "answer")
     for slash in ("", "/")
 )
-BOXED_PREFIX = "\\boxed{"
 VOCABULARY = TaskVocabulary(
     tokens=(*TAGS, BOXED_PREFIX),
     spaced_syllables=ENTITY_PREFIXES,
     syllables=(*ENTITY_SUFFIXES, *VALUE_PREFIXES, *VALUE_SUFFIXES),
 )
-THOUGHT_BY_TOOL = {"python": "compute", "search": "look up", None: "guess"}
 
 
 def format_tool_result(answer: str) -> str:
@@ -44,18 +48,23 @@ def format_tool_result(answer: str) -> str:
 
 
 def make_demonstrations(
-    questions: Sequence[Question], *, num_demonstrations: int, seed: int
+    questions: Sequence[Question], *, num_demonstrations: int, seed: int, in_chat: bool = False
 ) -> list[list[Message]]:
-    """Return demonstrations of the questions in turn, reshuffled in every pass."""
+    """Return demonstrations of the questions in turn, reshuffled in every pass.
+
+    With `in_chat` calls and answers have the form of `toolqa.chat_demonstrations`.
+    """
     rng = random.Random(f"toolqa demonstrations {seed}")
+    make_tool = make_tool_chat if in_chat else make_tool_demonstration
+    format_guess = format_chat_guess if in_chat else _format_guess
     demonstrations: list[list[Message]] = []
     while len(demonstrations) < num_demonstrations:
         for question in rng.sample(questions, len(questions)):
             guesses = rng.random() < 0.5
             demonstrations.append(
-                make_guess_demonstration(question, rng)
+                make_guess_demonstration(question, rng, format_guess)
                 if guesses
-                else make_tool_demonstration(question)
+                else make_tool(question)
             )
     return demonstrations[:num_demonstrations]
 
@@ -73,18 +82,23 @@ def make_tool_demonstration(question: Question) -> list[Message]:
     return messages
 
 
-def make_guess_demonstration(question: Question, rng: random.Random) -> list[Message]:
+def make_guess_demonstration(
+    question: Question, rng: random.Random, format_guess: Callable[[str], str]
+) -> list[Message]:
     """Return a conversation that guesses a plausible answer."""
     if question.kind is QuestionKind.search:
         answer = rng.choice(value_names())
     else:
         guess = round(int(question.answer) * rng.uniform(0.8, 1.25))
         answer = str(min(9999, max(1000, guess)))
-    text = f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
     return [
         {"role": "user", "content": question.text},
-        {"role": "assistant", "content": text},
+        {"role": "assistant", "content": format_guess(answer)},
     ]
+
+
+def _format_guess(answer: str) -> str:
+    return f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
 
 
 def _format_final_answer(answer: str) -> str:
