@@ -342,6 +342,7 @@ def main() -> None:
         mutations = [Mutation(**row["mutation"]) for row in rows]
     first, step = map(int, args.part.split("/"))
     outcomes: dict[str, int] = {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, args.out.open("w") as out:
         root = Path(folder)
         _copy_tree(args.root, root)

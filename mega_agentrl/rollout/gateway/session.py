@@ -88,6 +88,24 @@ class SessionScope:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class _PendingRequest:
+    """A request that is being answered."""
+
+    name: str
+    """Unique within the run."""
+    block: Block
+    """Last block of its context."""
+    request: ChatRequest
+    sample_index: int
+    """Number of earlier answers after the same block."""
+
+    @property
+    def answer_id(self) -> str:
+        """Id of the answer, which clients see."""
+        return self.name.replace("/", "-")
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class Probe:
     """Forks of a session, decided on the first tokens of a turn."""
 
@@ -129,7 +147,7 @@ class AgentSession:
         self._has_sent_stop = False
         self._last_finish: FinishReason | None = None
         self._failed_blocks: dict[Block, str] = {}
-        self._undelivered: dict[Block, asyncio.Task[ChatAnswer]] = {}
+        self._undelivered: dict[Block, dict[str, asyncio.Task[ChatAnswer]]] = {}
         self._running: dict[str, asyncio.Task[ChatAnswer]] = {}
         self._num_samples: dict[Block, int] = {}
         self._num_requests = 0
@@ -153,22 +171,27 @@ class AgentSession:
             raise self._budget_error(self._spent)
         await self._check_images(request)
         block = self.tree.find_or_add(request.messages, request.tools)
-        task = self._undelivered.get(block) if is_retry else None
-        if task is not None:
+        if is_retry and (lost := self._undelivered.get(block)):
             self.num_reused_answers += 1
-            return await asyncio.shield(task)
+            return await asyncio.shield(next(iter(lost.values())))
         if len(self._running) >= MAX_RUNNING_REQUESTS:
             raise GatewayError(
                 ErrorKind.overloaded,
                 f"the session runs {len(self._running)} requests, the most it may at once",
             )
-        name = f"{self.scope.trajectory_id}/{self._num_requests}"
+        pending = _PendingRequest(
+            name=f"{self.scope.trajectory_id}/{self._num_requests}",
+            block=block,
+            request=request,
+            sample_index=self._num_samples.get(block, 0),
+        )
         self._num_requests += 1
-        self._num_samples[block] = self._num_samples.get(block, 0) + 1
-        self._block_by_answer_id[_answer_id(name)] = block
-        task = asyncio.create_task(self._answer(block, request, name))
-        self._undelivered[block] = self._running[name] = task
-        task.add_done_callback(lambda _: self._running.pop(name, None))
+        self._num_samples[block] = pending.sample_index + 1
+        self._block_by_answer_id[pending.answer_id] = block
+        task = asyncio.create_task(self._answer(pending))
+        self._undelivered.setdefault(block, {})[pending.answer_id] = task
+        self._running[pending.name] = task
+        task.add_done_callback(lambda _: self._running.pop(pending.name, None))
         # The task goes on if the client goes away: the answer waits for its retry.
         return await asyncio.shield(task)
 
@@ -189,7 +212,7 @@ class AgentSession:
         """Note that the client has received an answer, so that it is not sent again."""
         block = self._block_by_answer_id.pop(answer.answer_id, None)
         if block is not None:
-            self._undelivered.pop(block, None)
+            self._undelivered[block].pop(answer.answer_id)
 
     async def close(self) -> None:
         """Refuse further requests and end the running ones; their tokens are kept."""
@@ -232,7 +255,11 @@ class AgentSession:
     @property
     def running_blocks(self) -> list[Block]:
         """Blocks after which an answer is being sampled."""
-        return [block for block, task in self._undelivered.items() if not task.done()]
+        return [
+            block
+            for block, tasks in self._undelivered.items()
+            if not all(task.done() for task in tasks.values())
+        ]
 
     def num_replayed_tokens(self, response: SessionResponse) -> int:
         """Return how many tokens of the response precede the first one that was not recorded."""
@@ -264,18 +291,19 @@ class AgentSession:
                 raise GatewayError(ErrorKind.invalid_request, f"messages: {checked.answer}")
             self._checked_images.add(data)
 
-    async def _answer(self, block: Block, request: ChatRequest, name: str) -> ChatAnswer:
+    async def _answer(self, pending: _PendingRequest) -> ChatAnswer:
+        block = pending.block
         if self._spent is None:
             self._spent = self._find_spent_budget()
         if self._spent is not None:
             self._has_sent_stop = True
             parts = AssistantText(reasoning="", content="", calls=())
-            return self._make_answer(name, block, parts, AnswerFinish.length)
+            return self._make_answer(pending, parts, AnswerFinish.length)
         recorded = self._recorded_generation(block)
-        generation = recorded or await self._sample_or_fail(block, request, name)
+        generation = recorded or await self._sample_or_fail(pending)
         self._failed_blocks.pop(block, None)
         self._last_finish = generation.finish_reason
-        return self._add_answer(block, name, generation, is_replayed=recorded is not None)
+        return self._add_answer(pending, generation, is_replayed=recorded is not None)
 
     def _find_spent_budget(self) -> StopReason | None:
         config = self.scope.context.config
@@ -302,25 +330,25 @@ class AgentSession:
             )
         return generation
 
-    async def _sample_or_fail(self, block: Block, request: ChatRequest, name: str) -> Generation:
+    async def _sample_or_fail(self, pending: _PendingRequest) -> Generation:
         """Sample an answer; an error of the engine fails the session until a retry succeeds."""
         try:
-            generation = await self._sample(block, request, name)
+            generation = await self._sample(pending)
         except (GatewayError, asyncio.CancelledError):
             raise
         except RankLostError as error:
             self._set_fatal(error)
             raise GatewayError(ErrorKind.engine_failed, "the run restarts") from error
         except INFRA_ERRORS as error:
-            self._failed_blocks[block] = str(error)
-            _log.warning("%s: %s", name, error)
+            self._failed_blocks[pending.block] = str(error)
+            _log.warning("%s: %s", pending.name, error)
             raise GatewayError(ErrorKind.engine_failed, f"the engine failed: {error}") from error
         except Exception as error:  # a bug ends the run, not only the request
             self._set_fatal(error)
             raise
         is_aborted = generation.finish_reason is FinishReason.aborted
         if is_aborted and not (self._is_closed and generation.token_ids):
-            self._failed_blocks[block] = "the engine aborted the request"
+            self._failed_blocks[pending.block] = "the engine aborted the request"
             raise GatewayError(ErrorKind.engine_failed, "the engine aborted the request")
         return generation
 
@@ -328,10 +356,11 @@ class AgentSession:
         if not self.fatal_error.done():
             self.fatal_error.set_result(error)
 
-    async def _sample(self, block: Block, request: ChatRequest, name: str) -> Generation:
+    async def _sample(self, pending: _PendingRequest) -> Generation:
         """Sample one turn, in two pieces if the branch policy asks for a probe."""
+        block, request = pending.block, pending.request
         max_tokens = self._max_tokens(block, request)
-        engine_request = await self._engine_request(block, request, name, max_tokens)
+        engine_request = await self._engine_request(pending, max_tokens)
         probe = self.scope.probe
         # The engine looks for a stop string in the output of one request only.
         num_probed = 0 if probe is None or request.stop else probe.num_tokens(self, block)
@@ -345,10 +374,10 @@ class AgentSession:
             return piece
         rest = replace(
             engine_request,
-            request_id=f"{name}.1",
+            request_id=f"{pending.name}.1",
             token_ids=(*engine_request.token_ids, *piece.token_ids),
             max_tokens=max_tokens - len(piece.token_ids),
-            seed=self._seed(block, 1),
+            seed=self._seed(pending, 1),
         )
         generation = await self._generate(rest)
         return merge_generations(
@@ -373,38 +402,36 @@ class AgentSession:
         limits = [room, self._num_tokens_left]
         return max(1, min(limits if request.max_tokens is None else [*limits, request.max_tokens]))
 
-    async def _engine_request(
-        self, block: Block, request: ChatRequest, name: str, max_tokens: int
-    ) -> GenerateRequest:
+    async def _engine_request(self, pending: _PendingRequest, max_tokens: int) -> GenerateRequest:
         context = self.scope.context
-        token_ids, images = block.context()
+        token_ids, images = pending.block.context()
         if images:
-            assert context.images is not None, f"{name}: images without a loader"
+            assert context.images is not None, f"{pending.name}: images without a loader"
             images = await context.images.load(images)
         return GenerateRequest(
-            request_id=name,
+            request_id=pending.name,
             token_ids=token_ids,
             max_tokens=max_tokens,
             temperature=context.temperature,
             top_p=context.config.top_p,
             top_k=context.config.top_k,
-            seed=self._seed(block, 0),
-            stop=request.stop,
+            seed=self._seed(pending, 0),
+            stop=pending.request.stop,
             images=images,
         )
 
-    def _seed(self, block: Block, piece: int) -> int | None:
+    def _seed(self, pending: _PendingRequest, piece: int) -> int | None:
         """Return a seed that depends on the context and not on the order of the requests."""
         scope, context = self.scope, self.scope.context
         if not context.temperature:
             return None
-        turn = int.from_bytes(block.digest, "big")
-        index = 2 * self._num_samples.get(block, 0) + piece
+        turn = int.from_bytes(pending.block.digest, "big")
+        index = 2 * pending.sample_index + piece
         step = context.step
         return request_seed(context.seed, step, scope.prompt_key, scope.path, turn, index)
 
     def _add_answer(
-        self, block: Block, name: str, generation: Generation, *, is_replayed: bool
+        self, pending: _PendingRequest, generation: Generation, *, is_replayed: bool
     ) -> ChatAnswer:
         """Add sampled tokens to the tree and return the answer for the client."""
         tools = self.scope.context.tools
@@ -420,24 +447,23 @@ class AgentSession:
             self._spent = StopReason.call_limit
             parts, finish = replace(parts, calls=()), AnswerFinish.length
         self.num_calls += len(parts.calls)
-        added = self.tree.add_answer(block, generation, parts.content, parts.calls)
+        added = self.tree.add_answer(pending.block, generation, parts.content, parts.calls)
         if is_replayed:
             self._replayed.add(added)
         if self._num_tokens_left < 1 and finish is AnswerFinish.length:
             self._spent = self._spent or StopReason.length
-        return self._make_answer(name, block, parts, finish, generation)
+        return self._make_answer(pending, parts, finish, generation)
 
     def _make_answer(
         self,
-        name: str,
-        block: Block,
+        pending: _PendingRequest,
         parts: AssistantText,
         finish: AnswerFinish,
         generation: Generation | None = None,
     ) -> ChatAnswer:
         number = self.tree.num_answers
         return ChatAnswer(
-            answer_id=_answer_id(name),
+            answer_id=pending.answer_id,
             reasoning=parts.reasoning,
             content=parts.content,
             tool_calls=tuple(
@@ -445,7 +471,7 @@ class AgentSession:
             ),
             finish=finish,
             stop_string=generation.stop_string if generation else None,
-            num_prompt_tokens=block.length,
+            num_prompt_tokens=pending.block.length,
             num_cached_tokens=generation.num_cached_tokens if generation else 0,
             num_answer_tokens=len(generation.token_ids) if generation else 0,
             created_s=int(time.time()),
@@ -461,7 +487,3 @@ class AgentSession:
         return GatewayError(
             ErrorKind.budget_spent, f"the session has used up {limit}; it cannot continue"
         )
-
-
-def _answer_id(request_id: str) -> str:
-    return request_id.replace("/", "-")

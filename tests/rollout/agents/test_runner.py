@@ -1,0 +1,273 @@
+"""Attempts of an agent as trajectories: rewards, failures, and forks by a second instance."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from dataclasses import replace
+
+import aiohttp
+import pytest
+
+from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.config.enums import Branching, CallProtocol
+from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.rollout.agents.base import AgentHost
+from mega_agentrl.rollout.agents.function import FunctionAgent
+from mega_agentrl.rollout.tree import sample_tree
+from mega_agentrl.tool.function import tool
+from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.records import Role, Score, StopReason
+from tests.fakes import make_context
+from tests.rollout.chat_run import make_kit, prompt_for
+from tests.rollout.gateway.chat_policy import ChatPolicy
+from tests.rollout.gateway.gateway_run import open_gateway
+
+
+async def post(base_url, api_key, path, body):
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{base_url}{path}", json=body) as response,
+    ):
+        answer = await response.json()
+        if response.status != 200:
+            raise RuntimeError(answer["error"]["code"])
+        return answer
+
+
+async def adding_agent(prompt, base_url, api_key, note=None):
+    """Run the tools that the policy calls, until it calls none."""
+    messages = list(prompt)
+    while True:
+        body = {"model": "m", "messages": messages}
+        answer = await post(base_url, api_key, "/chat/completions", body)
+        message = answer["choices"][0]["message"]
+        messages.append(message)
+        for item in message.get("tool_calls", ()):
+            arguments = json.loads(item["function"]["arguments"])
+            result = await post(base_url, api_key, "/tools/add", arguments)
+            content = result["answer"] if note is None else f"{result['answer']} {note()}"
+            messages.append({"role": "tool", "tool_call_id": item["id"], "content": content})
+        if not message.get("tool_calls"):
+            return float(len(messages))
+
+
+async def grow(codec, agent, *, policy=None, kit=None, options=None, timeout_s=20.0, **config):
+    """The tree of one prompt, sampled by an agent."""
+    kit = kit or make_kit(codec)
+    defaults = {
+        "group_size": 2,
+        "branching": Branching.none,
+        "call_protocol": CallProtocol.hermes,
+        "max_response_tokens": 3000,
+        "max_turns": 12,
+        "max_tool_calls": 20,
+    }
+    async with open_gateway() as gateway:
+        host = AgentHost(
+            agent=FunctionAgent(agent, options or {}), gateway=gateway, timeout_s=timeout_s
+        )
+        context = make_context(
+            RolloutConfig(**(defaults | config)),
+            generator=policy or ChatPolicy(codec),
+            tools=kit,
+            codec=codec,
+            max_model_len=10_000,
+            agents=host,
+        )
+        tree = await asyncio.wait_for(sample_tree(context, prompt_for(codec, kit), "p0"), 50)
+        assert gateway.num_sessions == 0
+    return tree
+
+
+async def test_what_an_agent_returns_is_a_reward_part(codec):
+    tree = await grow(codec, adding_agent)
+    for trajectory in tree.trajectories:
+        assert trajectory.stop_reason is StopReason.eos
+        shown = [turn for turn in trajectory.turns if turn.outcome is None or turn.text]
+        assert trajectory.tool_rewards == {"agent": 1.0 + len(shown)}
+
+    async def graded(prompt, base_url, api_key):
+        await adding_agent(prompt, base_url, api_key)
+        return {"tests": 0.5, "style": 1}
+
+    (first, _) = (await grow(codec, graded)).trajectories
+    assert first.tool_rewards == {"agent.tests": 0.5, "agent.style": 1.0}
+
+
+async def raise_error(prompt):
+    raise OSError("no such file")
+
+
+async def return_text(prompt):
+    return "good"
+
+
+async def return_nan(prompt):
+    return float("nan")
+
+
+async def cancel_itself(prompt):
+    raise asyncio.CancelledError
+
+
+async def hang(prompt):
+    await asyncio.sleep(1000)
+
+
+async def ignore_cancellation(prompt):
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.sleep(1000)
+    await asyncio.sleep(0.1)
+
+
+async def ask_for_ever(prompt, base_url, api_key):
+    messages = list(prompt)
+    while True:
+        body = {"model": "m", "messages": messages}
+        answer = await post(base_url, api_key, "/chat/completions", body)
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "More."}]
+
+
+@pytest.mark.parametrize(
+    ("agent", "stop_reason"),
+    [
+        (raise_error, StopReason.agent_failure),
+        (return_text, StopReason.agent_failure),
+        (return_nan, StopReason.agent_failure),
+        (cancel_itself, StopReason.agent_failure),
+        (hang, StopReason.trajectory_timeout),
+        (ignore_cancellation, StopReason.trajectory_timeout),
+        # The policy has used up its turns: that is no failure of the agent.
+        (ask_for_ever, StopReason.turn_limit),
+    ],
+    ids=["raises", "text", "nan", "cancelled", "hangs", "stubborn", "endless"],
+)
+async def test_failed_attempt_is_masked_and_says_why(codec, agent, stop_reason):
+    timeout_s = 0.3 if stop_reason is StopReason.trajectory_timeout else 20.0
+    tree = await grow(codec, agent, timeout_s=timeout_s)
+    for trajectory in tree.trajectories:
+        assert trajectory.stop_reason is stop_reason
+        assert trajectory.failed == (stop_reason is not StopReason.turn_limit)
+        assert bool(trajectory.failure_reason) == trajectory.failed
+
+
+async def test_engine_failure_is_masked_unless_a_retry_succeeds(codec):
+    async def asks_once(prompt, base_url, api_key):
+        body = {"model": "m", "messages": prompt}
+        for _ in range(2):
+            try:
+                await post(base_url, api_key, "/chat/completions", body)
+            except RuntimeError as error:
+                assert str(error) == "engine_failed"
+            else:
+                return
+
+    async def gives_up(prompt, base_url, api_key):
+        with pytest.raises(RuntimeError, match="engine_failed"):
+            await post(base_url, api_key, "/chat/completions", {"messages": prompt, "model": "m"})
+
+    first_dies = ChatPolicy(codec, fails=lambda number: number == 1)
+    (trajectory,) = (await grow(codec, asks_once, policy=first_dies, group_size=1)).trajectories
+    assert trajectory.stop_reason is StopReason.eos
+    all_die = ChatPolicy(codec, fails=lambda number: True)
+    (trajectory,) = (await grow(codec, gives_up, policy=all_die, group_size=1)).trajectories
+    assert trajectory.stop_reason is StopReason.aborted
+    assert "engine 0 died" in trajectory.failure_reason
+
+
+async def test_lost_rank_ends_the_run_and_not_only_the_attempt(codec):
+    class LostRank(ChatPolicy):
+        async def generate(self, request):
+            raise RankLostError("rank 1 died")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await grow(codec, adding_agent, policy=LostRank(codec))
+    assert caught.group_contains(RankLostError)
+
+
+BRANCHING = {
+    "branching": Branching.after_result,
+    "group_size": 6,
+    "branch": BranchConfig(num_probe_tokens=6, initial_rollouts=2, alpha=4.0, beta=5.0),
+}
+
+
+async def test_fork_repeats_its_parent_without_sampling_then_goes_its_own_way(codec):
+    policy = ChatPolicy(codec, call_rate=0.9)
+    tree = await grow(codec, adding_agent, policy=policy, **BRANCHING)
+    assert tree.num_forks > 0
+    assert tree.num_abandoned_forks == 0
+    by_id = {trajectory.trajectory_id: trajectory for trajectory in tree.trajectories}
+    for trajectory in tree.trajectories:
+        if trajectory.parent_id is None:
+            continue
+        parent, size = by_id[trajectory.parent_id], trajectory.fork_len
+        made_at = [item.position for item in parent.decisions if item.num_forks]
+        assert size in made_at
+        assert trajectory.token_ids[:size] == parent.token_ids[:size]
+        assert trajectory.logps[:size] == parent.logps[:size]
+        assert trajectory.logps[size:] != parent.logps[size:]
+        assert trajectory.versions[:size] == parent.versions[:size]
+    # The engine sampled each token of the tree once: what forks inherit was not sampled again.
+    num_own = sum(
+        sum(trajectory.loss_mask[trajectory.fork_len :]) for trajectory in tree.trajectories
+    )
+    assert num_own == sum(
+        len(token_ids) * count for (_, token_ids), count in policy.sampled.items()
+    )
+
+
+async def test_tools_answer_from_the_record_until_the_fork(codec):
+    calls = []
+
+    @tool
+    async def add(a: int, b: int) -> int:
+        """Sum of two numbers."""
+        calls.append((a, b))
+        return a + b
+
+    protocol = CallProtocol.hermes
+    kit = ToolKit([add], control_tokens=codec.control_tokens, protocol=protocol)
+    policy = ChatPolicy(codec, call_rate=0.9)
+    tree = await grow(codec, adding_agent, policy=policy, kit=kit, **BRANCHING)
+    assert tree.num_forks > 0
+    num_own = sum(
+        turn.role is Role.tool and turn.start >= trajectory.fork_len
+        for trajectory in tree.trajectories
+        for turn in trajectory.turns
+    )
+    assert len(calls) == num_own > 0
+
+
+async def test_tree_of_an_agent_trains_every_sampled_token_once(codec):
+    policy = ChatPolicy(codec, call_rate=0.9)
+    tree = await grow(codec, adding_agent, policy=policy, **BRANCHING)
+    batch = pack_trees(_scored(tree))
+    unique = set(batch.tree_token_BT[batch.mask_BT.bool()].tolist())
+    num_sampled = sum(len(ids) * count for (_, ids), count in policy.sampled.items())
+    assert len(unique) == num_sampled
+
+
+async def test_agent_that_does_not_repeat_itself_gives_up_the_fork(codec):
+    numbers = itertools.count()
+    tree = await grow(
+        codec,
+        adding_agent,
+        policy=ChatPolicy(codec, call_rate=0.9),
+        options={"note": lambda: next(numbers)},
+        **BRANCHING,
+    )
+    assert tree.num_abandoned_forks > 0
+    assert tree.num_forks == 0
+    assert len(tree.trajectories) == 6
+    assert all(trajectory.parent_id is None for trajectory in tree.trajectories)
+
+
+def _scored(tree):
+    score = Score(value=1.0, correct=True, f1=1.0, answer="", reason="")
+    trajectories = [replace(trajectory, score=score) for trajectory in tree.trajectories]
+    return [replace(tree, trajectories=trajectories)]
