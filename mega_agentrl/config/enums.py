@@ -269,6 +269,15 @@ class SandboxIsolation(StrEnum):
     """No protection; for trusted code only."""
 
 
+class NetworkAccess(StrEnum):
+    """Network of a program in a sandbox."""
+
+    none = "none"
+    """Only a loopback interface of its own."""
+    host = "host"
+    """The host's network."""
+
+
 class TransportKind(StrEnum):
     """Technology that carries the weights from rank to rank."""
 

@@ -1,4 +1,4 @@
-"""The bubblewrap command that isolates a sandbox's Python interpreter.
+"""The bubblewrap command that isolates a sandbox's Python interpreter, or any other program.
 
 A sandbox has its own user, mount, PID, IPC, network (loopback only), UTS and cgroup namespaces, no
 capabilities, `/usr` and the interpreter's own folders read-only, and a few fixed environment
@@ -23,14 +23,16 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.pre_exec import EXIT_SETUP_FAILED
-from mega_agentrl.sandbox.process import run_command
+from mega_agentrl.sandbox.process import PIPE, run_command, start_child
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 GUEST_PATH = "/sandbox"
 """Mount point of the guest package inside the sandbox."""
@@ -44,18 +46,36 @@ tmpfs.
 
 _GUEST_PACKAGE = "mega_agentrl/sandbox/guest"
 _BOOTSTRAP = (
-    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.guest.main import main; "
+    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.guest.{1} import main; "
     "del sys.path[0]; main(sys.argv[1])"
 )
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _FIXED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
 """The allocator's background thread is off: it would not survive a fork and might hold a lock."""
 
+_NETWORK_FILES = (
+    *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/gai.conf"),
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/ca-certificates", "/etc/pki/tls/certs"),
+)
+"""What a program reads to resolve names and to check certificates."""
+
 _BIND_MARKER = "reach:"
 """Prefix of a path in the command that the sandbox's user may be unable to reach by itself."""
 
 _GUEST_ID = "1000"
 _CHECK_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BindMount:
+    """A file, folder or socket of the host that a sandbox sees."""
+
+    source: Path
+    """Path on the host."""
+    target: Path
+    """Path in the sandbox."""
+    is_writable: bool = False
+    """Whether the sandbox may write to it, as far as its user may."""
 
 
 def find_bubblewrap() -> str:
@@ -97,21 +117,60 @@ def isolated_command(settings: str) -> list[str]:
 
     `settings` is `GuestSettings` as JSON.
     """
-    guest_package = Path(__file__).with_name("guest")
     return [
         *_bwrap_command(),
-        *("--ro-bind", _mark_bind(guest_package), f"{GUEST_PATH}/{_GUEST_PACKAGE}"),
+        *_bind_guest_package(),
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
-        *(interpreter_path(), "-I", "-B", "-c", _BOOTSTRAP.format(GUEST_PATH), settings),
+        *(interpreter_path(), "-I", "-B", "-c", _BOOTSTRAP.format(GUEST_PATH, "main"), settings),
     ]
+
+
+def isolated_launcher_command(
+    settings_fd: int,
+    *,
+    mounts: Sequence[BindMount],
+    files: Mapping[str, int],
+    shares_network: bool,
+    tmpfs_mib: int,
+) -> list[str]:
+    """Return the command that starts the launcher isolated, for `pre_exec_command`.
+
+    Args:
+        settings_fd: Inherited descriptor of a file with `LauncherSettings` as JSON.
+        mounts: What the sandbox sees beside the system, in order.
+        files: Inherited descriptor of the content by path of a read-only file.
+        shares_network: Whether the sandbox has the host's network.
+        tmpfs_mib: Size of `/tmp`, and of `/dev/shm`, where bubblewrap can limit it.
+    """
+    command = [*_bwrap_command(shares_network=shares_network), *_bind_guest_package()]
+    size = ["--size", str(tmpfs_mib << 20)] if _can_limit_tmpfs() else []
+    for folder in ("/tmp", "/dev/shm"):
+        command += [*size, "--perms", "0700", "--tmpfs", folder]
+    for path, descriptor in files.items():
+        command += ["--perms", "0444", "--ro-bind-data", str(descriptor), path]
+    for mount in mounts:
+        option = "--bind" if mount.is_writable else "--ro-bind"
+        command += [option, _mark_bind(mount.source), str(mount.target)]
+    command += ["--remount-ro", "/dev", "--remount-ro", "/", "--"]
+    return [*command, *_launcher_command(interpreter_path(), GUEST_PATH, settings_fd)]
+
+
+def unisolated_launcher_command(settings_fd: int) -> list[str]:
+    """Return the command that starts the launcher without isolation, for trusted code only."""
+    return _launcher_command(sys.executable, str(Path(__file__).parents[2]), settings_fd)
+
+
+def _launcher_command(python: str, root: str, settings_fd: int) -> list[str]:
+    program = _BOOTSTRAP.format(root, "command_launcher")
+    return [python, "-I", "-S", "-B", "-c", program, str(settings_fd)]
 
 
 def unisolated_command(settings: str) -> list[str]:
     """Return the command that starts the guest program without isolation, for trusted code only."""
     root = str(Path(__file__).parents[2])
     variables = [f"{name}={value}" for name, value in _environment_variables().items()]
-    program = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP.format(root), settings]
+    program = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP.format(root, "main"), settings]
     return ["/usr/bin/env", *variables, *program]
 
 
@@ -130,8 +189,20 @@ def pre_exec_command(
     return [sys.executable, "-I", "-S", "-B", program, json.dumps(request)]
 
 
-def _mark_bind(folder: Path | str) -> str:
-    return f"{_BIND_MARKER}{folder}"
+def _mark_bind(path: Path | str) -> str:
+    return f"{_BIND_MARKER}{path}"
+
+
+def _bind_guest_package() -> list[str]:
+    guest_package = Path(__file__).with_name("guest")
+    return ["--ro-bind", _mark_bind(guest_package), f"{GUEST_PATH}/{_GUEST_PACKAGE}"]
+
+
+@cache
+def _can_limit_tmpfs() -> bool:
+    """Return whether bubblewrap has the option `--size`, as from version 0.7 on."""
+    with start_child([find_bubblewrap(), "--help"], stdout=PIPE) as child:
+        return b"--size" in child.communicate(timeout=_CHECK_TIMEOUT_S)[0]
 
 
 def _environment_variables() -> dict[str, str]:
@@ -139,8 +210,12 @@ def _environment_variables() -> dict[str, str]:
     return fixed | dict.fromkeys(_THREAD_COUNT_VARIABLES, "1")
 
 
-def _bwrap_command() -> list[str]:
+def _bwrap_command(*, shares_network: bool = False) -> list[str]:
     command = [find_bubblewrap(), "--unshare-all", "--die-with-parent", "--new-session"]
+    if shares_network:
+        command.append("--share-net")
+        for name in _NETWORK_FILES:
+            command += ["--ro-bind-try", name, name]
     command += ["--hostname", "sandbox", "--cap-drop", "ALL"]
     # Not 0, because to map the id 0 again in a nested user namespace needs a capability.
     command += ["--uid", _GUEST_ID, "--gid", _GUEST_ID]

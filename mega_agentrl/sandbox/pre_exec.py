@@ -6,8 +6,8 @@ JSON object with these keys:
 
 * `cgroups`: files to write the process id to.
 * `user`: user and group id to switch to, or null.
-* `folders`: folders that the user must reach, although it may have no access to a parent, such as
-  /root; they are bound elsewhere, in a new mount namespace.
+* `folders`: folders, files or sockets that the user must reach, although it may have no access to a
+  parent, such as /root; they are bound elsewhere, in a new mount namespace.
 * `command`: the command; `{0}` stands for the path of the first folder.
 
 It exits with `EXIT_SETUP_FAILED` and a message if the user cannot read a folder.
@@ -79,7 +79,10 @@ def _bind_folders(folders: list[str]) -> list[str]:
     bind_folders = []
     for number, source in enumerate(sources):
         target = f"{bind_folder}/{number}"
-        Path(target).mkdir()
+        if Path(folders[number]).is_dir():
+            Path(target).mkdir()
+        else:
+            Path(target).touch()
         if libc.mount(f"/proc/self/fd/{source}".encode(), target.encode(), None, _MS_BIND_REC, 0):
             return folders
         bind_folders.append(target)
@@ -88,10 +91,11 @@ def _bind_folders(folders: list[str]) -> list[str]:
 
 def _check_readable(bind_folders: list[str], folders: list[str]) -> None:
     for bind_folder, folder in zip(bind_folders, folders, strict=True):
-        if not os.access(bind_folder, os.R_OK | os.X_OK):
+        mode = os.R_OK | (os.X_OK if Path(bind_folder).is_dir() else 0)
+        if not os.access(bind_folder, mode):
             print(
-                f"{folder} cannot be read by the sandbox's user {os.getuid()}; expected a folder "
-                "that others may read and enter (chmod -R o+rX)",
+                f"{folder} cannot be read by the sandbox's user {os.getuid()}; expected something "
+                "that others may read, and enter if it is a folder (chmod -R o+rX)",
                 file=sys.stderr,
             )
             sys.exit(EXIT_SETUP_FAILED)

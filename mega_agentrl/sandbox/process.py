@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Child = subprocess.Popen[bytes]
 DEVNULL = subprocess.DEVNULL
+PIPE = subprocess.PIPE
 
 
 @cache
@@ -31,8 +32,18 @@ def start_child(
     stdin: int | IO[bytes] = DEVNULL,
     stdout: int | IO[bytes] = DEVNULL,
     stderr: int | IO[bytes] = DEVNULL,
+    pass_fds: Sequence[int] = (),
+    new_group: bool = False,
 ) -> Child:
     """Start `command` (an absolute path and its arguments) with an empty environment.
+
+    Args:
+        command: The command.
+        stdin: Descriptor, file or `PIPE`, as for `subprocess.Popen`.
+        stdout: Likewise.
+        stderr: Likewise.
+        pass_fds: Further descriptors that the child inherits under the same numbers.
+        new_group: Whether the child leads a process group of its own.
 
     Raises:
         OSError: The command cannot be started.
@@ -40,7 +51,14 @@ def start_child(
 
     def start() -> Child:
         return subprocess.Popen(
-            list(command), stdin=stdin, stdout=stdout, stderr=stderr, env={}, cwd="/"
+            list(command),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={},
+            cwd="/",
+            pass_fds=pass_fds,
+            process_group=0 if new_group else None,
         )
 
     return _spawn_executor().submit(start).result()

@@ -140,26 +140,26 @@ def _open_channel(fd: int) -> Channel:
 def _apply_limits(settings: GuestSettings) -> None:
     with open("/proc/self/statm", encoding="ascii") as file:
         warm_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    _set_hard_limit(resource.RLIMIT_AS, warm_bytes + settings.memory_mib * _MIB)
-    _set_hard_limit(resource.RLIMIT_FSIZE, settings.max_file_mib * _MIB)
-    _set_hard_limit(resource.RLIMIT_NOFILE, settings.num_open_files + _NUM_RESERVED_FDS)
+    syscalls.set_hard_limit(resource.RLIMIT_AS, warm_bytes + settings.memory_mib * _MIB)
+    syscalls.set_hard_limit(resource.RLIMIT_FSIZE, settings.max_file_mib * _MIB)
+    syscalls.set_hard_limit(resource.RLIMIT_NOFILE, settings.num_open_files + _NUM_RESERVED_FDS)
     _set_open_file_limit(settings.num_open_files)
-    _set_hard_limit(resource.RLIMIT_CORE, 0)
+    syscalls.set_hard_limit(resource.RLIMIT_CORE, 0)
     cpu_s = math.ceil(settings.cpu_limit_s) + 1  # the supervisor enforces the exact limit
     if settings.stateful:  # the hard limit would end the session
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, hard))
     else:
-        _set_hard_limit(resource.RLIMIT_CPU, cpu_s)
+        syscalls.set_hard_limit(resource.RLIMIT_CPU, cpu_s)
     if settings.isolated:  # without namespaces all processes of the user would count
         _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
         number = settings.num_processes
         soft = number if hard == resource.RLIM_INFINITY else min(number, hard)
         resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
         # The kernel counts these per user, whom the sessions of a sandbox share.
-        _set_hard_limit(resource.RLIMIT_SIGPENDING, _NUM_PENDING_SIGNALS)
-        _set_hard_limit(resource.RLIMIT_MSGQUEUE, 0)
-        _set_hard_limit(resource.RLIMIT_MEMLOCK, 0)
+        syscalls.set_hard_limit(resource.RLIMIT_SIGPENDING, _NUM_PENDING_SIGNALS)
+        syscalls.set_hard_limit(resource.RLIMIT_MSGQUEUE, 0)
+        syscalls.set_hard_limit(resource.RLIMIT_MEMLOCK, 0)
     with contextlib.suppress(OSError):  # the OOM killer should choose this process first
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("900")
@@ -175,12 +175,6 @@ def _set_open_file_limit(number: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
     return soft
-
-
-def _set_hard_limit(kind: int, value: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
 
 
 def _reseed_numpy() -> None:

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import resource
 import signal
 import socket
 import struct
@@ -163,9 +164,16 @@ def collapse_to_huge_pages() -> int:
     return num_bytes >> 20
 
 
-def die_with_parent() -> None:
-    """Let the kernel kill this process when the thread that forked it ends."""
-    check_status(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "parent-death signal")
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that forked it ends."""
+    check_status(libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "parent-death signal")
+
+
+def set_hard_limit(kind: int, value: int) -> None:
+    """Set both limits of a resource to `value`, or to the hard limit if that is lower."""
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
 
 
 def adopt_orphans() -> None:
