@@ -43,13 +43,19 @@ from mega_agentrl.rollout.interaction.session import (
     load_interaction_registry,
 )
 from mega_agentrl.runtime.cluster import check_local_size
-from mega_agentrl.tool.toolkit import build_toolkit, built_in_tools, load_tools
+from mega_agentrl.tool.toolkit import (
+    build_toolkit,
+    built_in_tools,
+    load_mcp_servers,
+    load_tools,
+)
 from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.agents.base import AgentHost
     from mega_agentrl.tool.base import Tool
+    from mega_agentrl.tool.mcp.server import ListedServer
     from mega_agentrl.tool.toolkit import ToolKit
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.images import PlacedImage
@@ -95,12 +101,14 @@ class RunInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserCode:
-    """The user's own code, without datasets and algorithms."""
+    """The user's own code and servers, without datasets and algorithms."""
 
     tools: Sequence[Tool]
     """Tools of `tool.user_tools_file`."""
     agents: AgentHost | None
     """The agent of `rollout.agent`."""
+    mcp_servers: Sequence[ListedServer]
+    """Servers of `tool.mcp` and their tools."""
     interactions: InteractionRegistry
     """Users of `rollout.interaction_config_file`."""
 
@@ -135,7 +143,7 @@ def read_inputs(
     from mega_agentrl.reward.rubric import check_prompt_rubrics, check_rubric_parts
 
     codec = HFCodec(config.model.path)
-    tools = _build_toolkit(config, codec, user_code.tools)
+    tools = _build_toolkit(config, codec, user_code)
     interactions = user_code.interactions
     _check_tag_tokens(codec, tools.call_markers)
     agent_parts = [] if user_code.agents is None else agent_part_names(config.reward)
@@ -179,18 +187,27 @@ def read_inputs(
 def load_user_code(config: TrainConfig) -> UserCode:
     """Load the user's reward functions (in another process), tools and simulated users.
 
+    Each server of `tool.mcp` is started, asked for its tools and ended.
+
     Raises:
-        ValueError: A function, tool or user cannot be used, or two of them have the same name.
+        ValueError: A function, tool, server or user cannot be used, or two of them have the same
+            name.
     """
     from mega_agentrl.runtime.rubric import check_reward_environment, check_reward_functions
 
     check_reward_environment(config.reward)
     check_reward_functions(config.reward)
     tools = load_tools(config.tool)
-    names = (*built_in_tools(config.tool), *(tool.name for tool in tools))
+    mcp_servers = load_mcp_servers(
+        config.tool, os.environ, user_tools=tools, protocol=config.rollout.call_protocol
+    )
+    names = [*built_in_tools(config.tool), *(tool.name for tool in tools)]
+    names += [tool.name for server in mcp_servers for tool in server.tools]
     interactions = load_interaction_registry(config.rollout.interaction_config_file, names)
     agents = load_agent(config.rollout.agent)
-    return UserCode(tools=tools, interactions=interactions, agents=agents)
+    return UserCode(
+        tools=tools, mcp_servers=mcp_servers, interactions=interactions, agents=agents
+    )
 
 
 def _read_tables(config: TrainConfig) -> _DataTables:
@@ -303,7 +320,7 @@ def _open_demonstration_stream(
     return DemonstrationSampler(demonstrations, seed, load_images).next_batch
 
 
-def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Tool]) -> ToolKit:
+def _build_toolkit(config: TrainConfig, codec: HFCodec, user_code: UserCode) -> ToolKit:
     sandboxes = None
     if config.tool.python.num_hosts:
         from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool
@@ -312,7 +329,9 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec, user_tools: Sequence[Too
     return build_toolkit(
         config.tool,
         codec,
-        user_tools=user_tools,
+        user_tools=user_code.tools,
+        mcp_servers=user_code.mcp_servers,
+        shows_images=codec.image_tokens is not None,
         control_tokens=codec.control_tokens,
         api_key=os.environ.get(config.tool.search.api_key_env, ""),
         sandboxes=sandboxes,

@@ -77,6 +77,8 @@ class Tool(ABC):
     """Concurrent executions in this process, None for no limit; the wait does not count as run
     time.
     """
+    declared_in: str = ""
+    """Where the tool is declared, for messages; empty for the file of its class."""
     state_group: object | None = None
     """Tools with the same group share one state in a trajectory, and their calls take turns. The
     first of them creates, copies and releases the state, with the kwargs of all.

@@ -47,6 +47,18 @@ _SCALAR_TYPES = {
 }
 
 
+def choose_text_argument(parameters: Mapping[str, Any]) -> str:
+    """Return the argument that gets a tag's text: the only required one, or the only one, or all.
+
+    Args:
+        parameters: JSON schema of the arguments.
+    """
+    properties = list(parameters.get("properties", ()))
+    required = [name for name in parameters.get("required", ()) if name in properties]
+    single = required if len(required) == 1 else properties if len(properties) == 1 else []
+    return single[0] if single else ALL_ARGUMENTS_AS_JSON
+
+
 class FunctionTool(Tool):
     """A tool around one function, made by the decorator `tool`."""
 
@@ -66,10 +78,7 @@ class FunctionTool(Tool):
         self.parameters = parameters_schema(function, parameter_docs, where)
         if examples:
             self.parameters["examples"] = [dict(example) for example in examples]
-        required = self.parameters["required"]
-        properties = list(self.parameters["properties"])
-        single = required if len(required) == 1 else properties if len(properties) == 1 else []
-        self.text_argument = single[0] if single else ALL_ARGUMENTS_AS_JSON
+        self.text_argument = choose_text_argument(self.parameters)
         self.timeout_s = timeout_s
         self._is_async = inspect.iscoroutinefunction(function)
         self.max_concurrent = max_concurrent or (None if self._is_async else DEFAULT_MAX_CONCURRENT)

@@ -34,10 +34,11 @@ from mega_agentrl.tool.zoom import ZoomTool
 from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from mega_agentrl.config.sections.tools import ToolConfig
     from mega_agentrl.tool.base import Tool
+    from mega_agentrl.tool.mcp.server import ListedServer
     from mega_agentrl.tool.python import SandboxProvider
     from mega_agentrl.types.protocols import TextCodec
     from mega_agentrl.types.records import (
@@ -192,11 +193,39 @@ def load_tools(config: ToolConfig) -> list[Tool]:
     return load_user_tools(config.user_tools_file, built_in_tools(config))
 
 
+def load_mcp_servers(
+    config: ToolConfig,
+    variables: Mapping[str, str],
+    *,
+    user_tools: Sequence[Tool] = (),
+    protocol: CallProtocol = CallProtocol.tags,
+) -> list[ListedServer]:
+    """Start each server of `tool.mcp`, ask it for its tools and end it; return those with a tool.
+
+    Args:
+        config: section `tool`.
+        variables: environment variables that the file may name.
+        user_tools: what `load_tools` returns.
+        protocol: how calls are written.
+
+    Raises:
+        ConfigError: the file has a mistake, or a server does not start or has no usable tool.
+    """
+    if not config.mcp:
+        return []
+    from mega_agentrl.tool.mcp.listing import list_servers
+
+    other_names = [*built_in_tools(config), *(tool.name for tool in user_tools)]
+    return list_servers(config.mcp, variables, other_names=other_names, protocol=protocol)
+
+
 def build_toolkit(
     config: ToolConfig,
     codec: TextCodec,
     *,
     user_tools: Sequence[Tool] = (),
+    mcp_servers: Sequence[ListedServer] = (),
+    shows_images: bool = False,
     control_tokens: Iterable[str] = (),
     api_key: str = "",
     sandboxes: SandboxProvider | None = None,
@@ -210,14 +239,17 @@ def build_toolkit(
 
     Args:
         config: section `tool`.
-        codec: counts the tokens of search and browse responses.
+        codec: counts the tokens of the answers of search, browse and MCP servers.
         user_tools: what `load_tools` returns.
+        mcp_servers: what `load_mcp_servers` returns.
+        shows_images: whether the model sees images in answers of MCP servers.
         control_tokens: special tokens of the model's tokenizer, which are escaped in tool output.
         api_key: the value of the environment variable `config.search.api_key_env`.
         sandboxes: where Python code runs; None for a pool in this process.
         protocol: how calls are written.
         escapes: False, for the tag protocol only, passes tool output on without escaping.
-        max_failed_first_calls: number of first calls of a user tool of which one must succeed.
+        max_failed_first_calls: number of first calls of a tool of the user or of an MCP server of
+            which one must succeed.
     """
     cache = None
     fallback_dir = None
@@ -252,14 +284,28 @@ def build_toolkit(
         )
     if config.zoom.enabled:
         tools.append(ZoomTool(config.zoom))
+    watched_tools = [*user_tools, *_make_mcp_tools(config, codec, mcp_servers, shows_images)]
     return ToolKit(
-        [*tools, *user_tools],
+        [*tools, *watched_tools],
         control_tokens=control_tokens,
         protocol=protocol,
         escapes=escapes,
-        watched=[tool.name for tool in user_tools],
+        watched=[tool.name for tool in watched_tools],
         max_failed_first_calls=max_failed_first_calls,
     )
+
+
+def _make_mcp_tools(
+    config: ToolConfig, codec: TextCodec, servers: Sequence[ListedServer], shows_images: bool
+) -> list[Tool]:
+    if not servers:  # the SDK takes half a second to import
+        return []
+    from mega_agentrl.tool.mcp.server import AnswerLimits, make_tools
+
+    limits = AnswerLimits(
+        codec=codec, max_tokens=config.max_response_tokens, shows_images=shows_images
+    )
+    return [tool for server in servers for tool in make_tools(server, limits)]
 
 
 def _make_call_protocol(
@@ -300,7 +346,9 @@ def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
 
 
 def _source_file(tool: Tool) -> str:
-    """Return the file of a tool's class or function, or its module's name if it has no file."""
+    """Return where a tool is declared: a file, or its module's name if it has no file."""
+    if tool.declared_in:
+        return tool.declared_in
     source = tool.function if isinstance(tool, FunctionTool) else type(tool)
     try:
         return inspect.getfile(source)

@@ -33,7 +33,7 @@ from mega_agentrl.data.rl_dataset import read_prompts
 from mega_agentrl.reward.user_reward import find_problem, run
 from mega_agentrl.rollout.interaction.base import load_interactions
 from mega_agentrl.rollout.interaction.session import load_interaction_registry
-from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.tool.toolkit import ToolKit, load_mcp_servers
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.train.estimators.registry import AdvantageInputs, load_user_advantage
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
@@ -75,8 +75,12 @@ def read_blocks(guide):
 
 BLOCKS = [block for guide in GUIDES for block in read_blocks(guide)]
 TESTED = [block for block in BLOCKS if not block.untested]
-FILES = [block for block in TESTED if block.language in ("python", "yaml")]
-RECORDS = [block for block in TESTED if block.language == "json"]
+FILES = [
+    block
+    for block in TESTED
+    if block.language in ("python", "yaml") or block.file.startswith("examples/")
+]
+RECORDS = [block for block in TESTED if block.language == "json" and block not in FILES]
 SHELL = [block for block in TESTED if not block.language]
 
 
@@ -202,6 +206,7 @@ def test_a_run_is_composed_and_loads_the_files_that_it_names(block, overrides, p
     tools = load_user_tools(config.tool.user_tools_file) if config.tool.user_tools_file else []
     file = config.rollout.interaction_config_file
     load_interaction_registry(file, ToolKit(tools).names)
+    load_mcp_servers(config.tool, {}, user_tools=tools)
     for path in config.reward.functions.values():
         assert find_problem(path) == ""
 

@@ -146,6 +146,13 @@ def test_a_tool_with_the_name_of_a_built_in_tool_is_refused(call):
         call("double", "Python")
 
 
+def test_an_mcp_server_that_does_not_start_is_refused(tmp_path):
+    path = tmp_path / "mcp.json"
+    path.write_text('{"mcpServers": {"mine": {"command": "no-such-program"}}}')
+    error = refused(call_user_tools, TrainConfig(tool=ToolConfig(mcp=str(path))))
+    assert (error.key, error.got) == (f"tool.mcp={path}, server mine", "no-such-program")
+
+
 def test_a_reward_that_cannot_be_imported_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
     reward = RewardConfig(rubric={"all": {"mine": 1.0}}, functions={"mine": f"{tmp_path}/mine.py"})

@@ -24,6 +24,7 @@ _FILES = ("data.train", "data.validation", "sft.train_data", "sft.dev_data")
 _OPTIONAL_FILES = (
     "data.prompt_template",
     "tool.user_tools_file",
+    "tool.mcp",
     "rollout.interaction_config_file",
 )
 

@@ -5,6 +5,7 @@ Only the tokenizer is loaded, which transformers does without torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from mega_agentrl.estimate.preflight.report import PreflightProblem
 from mega_agentrl.estimate.preflight.suggestions import get_setting, with_overrides
 from mega_agentrl.rollout.conversation.messages import template_drift, tool_message
 from mega_agentrl.runtime.inputs import open_image_reader
-from mega_agentrl.tool.toolkit import build_toolkit, load_tools
+from mega_agentrl.tool.toolkit import build_toolkit, load_mcp_servers, load_tools
 from mega_agentrl.types.records import Prompt, Role, ToolOutcome, ToolStatus, Turn
 
 if TYPE_CHECKING:
@@ -113,10 +114,14 @@ def _schemas(config: TrainConfig, codec: HFCodec) -> Mapping[str, Mapping[str, A
     """Return the tool schemas that the chat template renders in the run, by tool name."""
     if config.rollout.call_protocol is CallProtocol.tags:
         return {}
+    user_tools = load_tools(config.tool)
     kit = build_toolkit(
         with_overrides(config, {"tool.cache.path": ""}).tool,
         codec,
-        user_tools=load_tools(config.tool),
+        user_tools=user_tools,
+        mcp_servers=load_mcp_servers(
+            config.tool, os.environ, user_tools=user_tools, protocol=config.rollout.call_protocol
+        ),
         control_tokens=codec.control_tokens,
         protocol=config.rollout.call_protocol,
     )

@@ -55,6 +55,8 @@ def check_files(config: TrainConfig) -> None:
         needed["tool.search.source"] = config.tool.search.source
     if config.tool.user_tools_file:
         needed["tool.user_tools_file"] = config.tool.user_tools_file
+    if config.tool.mcp:
+        needed["tool.mcp"] = config.tool.mcp
     if config.rollout.interaction_config_file:
         needed["rollout.interaction_config_file"] = config.rollout.interaction_config_file
     for key, value in needed.items():

@@ -160,10 +160,14 @@ class ToolConfig(Section, key="tool"):
 
     user_tools_file: str = ""
     """Yaml list of user tools; empty for none."""
+    mcp: str = ""
+    """JSON file of MCP servers, `{"mcpServers": {...}}`, whose tools the run gets; empty for
+    none."""
     max_response_tokens: Annotated[int, Range(at_least=16, at_most=MAX_TOKENS, unit="tokens")] = (
         1024
     )
-    """Maximum length of an answer of search or browse; the documents of a search share it."""
+    """Maximum length of an answer of search, browse or an MCP server; the documents of a search
+    share it."""
     python: PythonToolConfig = field(default_factory=PythonToolConfig)
     """Python interpreter."""
     search: SearchToolConfig = field(default_factory=SearchToolConfig)

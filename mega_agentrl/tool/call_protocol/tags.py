@@ -16,6 +16,9 @@ from mega_agentrl.types.records import AssistantText, ToolCall
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+RESERVED_NAMES = ("think", "answer", "result")
+"""Tags that no tool may have."""
+
 _MAX_TAIL_CHARS = 8
 
 
@@ -36,7 +39,7 @@ class TagProtocol:
         escapes: bool = True,
     ) -> None:
         for name in arguments:
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("think", "answer", "result"):
+            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED_NAMES:
                 raise ValueError(
                     f"tool name {name!r}: expected lower-case letters, digits and underscores, "
                     "other than think, answer and result; it becomes a tag"

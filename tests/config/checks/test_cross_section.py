@@ -107,11 +107,12 @@ def test_a_missing_corpus_fails_and_no_corpus_passes(config):
     check_config(config)
 
 
-def test_a_missing_user_tools_file_fails(config, tmp_path):
-    config.tool.user_tools_file = "nowhere.yaml"
-    assert named(config) == ("tool.user_tools_file", "nowhere.yaml")
-    config.tool.user_tools_file = str(tmp_path / "tools.yaml")
-    (tmp_path / "tools.yaml").write_text("")
+@pytest.mark.parametrize("key", ["user_tools_file", "mcp"])
+def test_a_missing_file_of_tools_fails(config, tmp_path, key):
+    setattr(config.tool, key, "nowhere")
+    assert named(config) == (f"tool.{key}", "nowhere")
+    setattr(config.tool, key, str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
     check_config(config)
 
 

@@ -1,0 +1,319 @@
+"""The servers of a run and their tools.
+
+A server that keeps a state has one process for each trajectory (`per_trajectory`), which `create`
+starts and `release` ends. The tools of a server share it, and their calls take turns. Other servers
+are started once, and their calls run concurrently. A shared server that dies or hangs is started
+again for the next call, at most `MAX_RESTARTS` times in a row without an answer in between; a
+trajectory whose own server is lost fails.
+
+The state of a process cannot be copied. A fork therefore starts a new server and makes the same
+calls again, except those of tools that the server calls read-only (`readOnlyHint`), and compares
+the answers. If one differs, the fork fails and is counted; the trajectory itself goes on. Calls are
+made again only where they have no effect outside of the sandbox: not with a network, without
+isolation, or on a server with a URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
+from mega_agentrl.tool.function import choose_text_argument
+from mega_agentrl.tool.mcp.answer import to_response
+from mega_agentrl.tool.mcp.connection import McpConnection, McpServerError
+from mega_agentrl.tool.snippet import truncate_to_tokens
+from mega_agentrl.types.records import ToolStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import mcp_types
+
+    from mega_agentrl.tool.mcp.server_file import McpServerConfig
+    from mega_agentrl.types.protocols import TextCodec
+
+MAX_RESTARTS = 3
+_PING_TIMEOUT_S = 3.0
+_MIN_CONCURRENT_STARTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedTool:
+    """A tool as its server describes it."""
+
+    name: str
+    """Name in the run."""
+    remote_name: str
+    """Name on the server."""
+    description: str
+    """Description for the policy."""
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments."""
+    is_read_only: bool
+    """Whether the server says that calls change nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedServer:
+    """A server and those of its tools that the run gets."""
+
+    config: McpServerConfig
+    tools: tuple[ListedTool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _AnsweredCall:
+    """A call that a fork repeats."""
+
+    tool: str
+    arguments: dict[str, Any]
+    answer_digest: str
+
+
+@dataclass(slots=True)
+class McpSession:
+    """A trajectory's own connection and what happened on it."""
+
+    connection: McpConnection
+    calls: list[_AnsweredCall] = field(default_factory=list)
+    unknown_outcome: str = ""
+    """Tool of a call that was not answered in time; empty if all were answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerLimits:
+    """What an answer may contain."""
+
+    codec: TextCodec
+    """Counts tokens."""
+    max_tokens: int
+    """Maximum length of the text."""
+    shows_images: bool
+    """Whether the model sees images."""
+
+
+class McpServer:
+    """A server of the run, which its tools share.
+
+    Args:
+        config: The server.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self.config = config
+        self._shared: McpConnection | None = None
+        self._num_starts = 0
+        self._lock = asyncio.Lock()
+        self._start_slots = asyncio.Semaphore(max(_MIN_CONCURRENT_STARTS, os.cpu_count() or 1))
+        self._open_connections: set[McpConnection] = set()
+
+    async def start(self) -> None:
+        """Start a shared server; raises `ConfigError` if it does not start."""
+        if not self.config.per_trajectory:
+            try:
+                await self.shared_connection()
+            except McpServerError as error:
+                raise not_started(self.config, error) from error
+
+    async def shared_connection(self) -> McpConnection:
+        """Return the connection of a shared server, a new one if the last is lost.
+
+        Raises:
+            McpServerError: The server does not start, or has been started too often.
+        """
+        async with self._lock:
+            connection = self._shared
+            if connection is not None and not connection.is_lost:
+                return connection
+            if self._num_starts > MAX_RESTARTS:
+                raise McpServerError(
+                    f"MCP server {self.config.name}: lost {self._num_starts} times in a row "
+                    "without an answer; it is not started again"
+                )
+            self._num_starts += 1  # until a call is answered
+            if connection is not None:
+                await self.close_connection(connection)
+            self._shared = await self._connect()
+            return self._shared
+
+    def note_answer(self) -> None:
+        """Record that the server answered a call, so that it may be restarted again."""
+        self._num_starts = 0
+
+    async def open_session(self) -> McpSession | None:
+        """Return the state of a trajectory; None for a shared server."""
+        if not self.config.per_trajectory:
+            return None
+        return McpSession(await self._connect())
+
+    async def fork(self, session: McpSession) -> McpSession:
+        """Return a session with a new server on which the same calls were made.
+
+        Raises:
+            McpServerError: The calls may not be repeated, or were answered otherwise.
+        """
+        lead = f"MCP server {self.config.name} cannot be forked"
+        if not self.config.has_replayable_state:
+            raise McpServerError(
+                f"{lead}: calls are only repeated in a sandbox without network; set "
+                "per_trajectory=false if the server keeps no state of a trajectory"
+            )
+        if session.unknown_outcome:
+            raise McpServerError(f"{lead}: a call of {session.unknown_outcome} was not answered")
+        calls = list(session.calls)
+        copy = McpSession(await self._connect(), calls)
+        try:
+            for number, call in enumerate(calls, start=1):
+                work = copy.connection.call(call.tool, call.arguments)
+                result = await run_with_deadline(work, self.config.timeout_s)
+                if _digest(result) != call.answer_digest:
+                    raise McpServerError(  # noqa: TRY301
+                        f"{lead}: call {number} ({call.tool}) was answered otherwise than before; "
+                        "set per_trajectory=false if the server keeps no state of a trajectory"
+                    )
+        except BaseException:
+            await self.close_connection(copy.connection)
+            raise
+        return copy
+
+    async def close_connection(self, connection: McpConnection) -> None:
+        """End a connection, and the process behind it."""
+        await connection.close()
+        self._open_connections.discard(connection)
+
+    async def close(self) -> None:
+        """End all connections. Safe to call twice."""
+        await asyncio.gather(*map(self.close_connection, tuple(self._open_connections)))
+
+    def close_now(self) -> None:
+        """End all processes from synchronous code."""
+        while self._open_connections:
+            self._open_connections.pop().close_now()
+
+    async def _connect(self) -> McpConnection:
+        async with self._start_slots:
+            connection = McpConnection(self.config)
+            self._open_connections.add(connection)
+            try:
+                await connection.open()
+            except BaseException:
+                self._open_connections.discard(connection)
+                raise
+        return connection
+
+
+class McpTool(Tool):
+    """A tool of a server.
+
+    Args:
+        server: The server.
+        listed: How the server describes the tool.
+        limits: Limits of its answers.
+    """
+
+    timeout_s = None  # `execute` enforces it, because it has to ask whether the server is alive
+
+    def __init__(self, server: McpServer, listed: ListedTool, limits: AnswerLimits) -> None:
+        self.name = listed.name
+        self.description = listed.description
+        self.parameters = listed.parameters
+        self.text_argument = choose_text_argument(listed.parameters)
+        self.state_group = server
+        self.declared_in = server.config.key
+        self._server = server
+        self._listed = listed
+        self._limits = limits
+
+    async def start(self) -> None:
+        """Start a shared server, once for all its tools."""
+        await self._server.start()
+
+    async def close(self) -> None:
+        """End the server."""
+        await self._server.close()
+
+    def close_now(self) -> None:
+        """End the server from synchronous code."""
+        self._server.close_now()
+
+    async def create(self, kwargs: Mapping[str, Any]) -> McpSession | None:
+        """Start the trajectory's own server; raises `McpServerError`."""
+        return await self._server.open_session()
+
+    async def execute(
+        self, state: McpSession | None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> ToolResponse:
+        """Call the tool.
+
+        Raises:
+            ValueError: The server refuses the arguments.
+            McpServerError: The server failed, died or hangs.
+        """
+        connection = await self._server.shared_connection() if state is None else state.connection
+        timeout_s, remote_name = self._server.config.timeout_s, self._listed.remote_name
+        try:
+            result = await run_with_deadline(
+                connection.call(remote_name, dict(arguments)), timeout_s
+            )
+        except DeadlineExceededError:
+            self._note_unknown_outcome(state)
+            if await connection.answers(_PING_TIMEOUT_S):
+                text = f"Timed out after {timeout_s:g} s."
+                return ToolResponse(text=text, status=ToolStatus.timeout)
+            await self._server.close_connection(connection)
+            raise McpServerError(
+                f"MCP server {self._server.config.name} hangs: no answer to {remote_name} within "
+                f"{timeout_s:g} s, and none to a ping"
+            ) from None
+        except McpServerError:
+            self._note_unknown_outcome(state)
+            raise
+        self._server.note_answer()
+        if state is not None and not self._listed.is_read_only:
+            state.calls.append(_AnsweredCall(remote_name, dict(arguments), _digest(result)))
+        return to_response(result, shows_images=self._limits.shows_images, shorten=self._shorten)
+
+    async def fork(self, state: McpSession | None) -> McpSession | None:
+        """Return a server on which the same calls were made; raises `McpServerError`."""
+        return None if state is None else await self._server.fork(state)
+
+    async def release(self, state: McpSession | None, kwargs: Mapping[str, Any]) -> None:
+        """End the trajectory's own server."""
+        if state is not None:
+            await self._server.close_connection(state.connection)
+
+    def _note_unknown_outcome(self, state: McpSession | None) -> None:
+        if state is not None:
+            state.unknown_outcome = self.name
+
+    def _shorten(self, text: str) -> str:
+        shown = self._server.config.redact(text)
+        return truncate_to_tokens(shown, self._limits.codec, self._limits.max_tokens)
+
+
+def make_tools(listed: ListedServer, limits: AnswerLimits) -> list[Tool]:
+    """Return the tools of a server; nothing is started."""
+    server = McpServer(listed.config)
+    return [McpTool(server, tool, limits) for tool in listed.tools]
+
+
+def not_started(config: McpServerConfig, error: McpServerError) -> ConfigError:
+    """Return the error of a server that does not start or list its tools."""
+    cause = str(error)
+    if os.path.basename(config.origin) in ("npx", "uvx", "uv"):
+        cause += (
+            f"; {config.origin} downloads packages at each start: install the package and name its "
+            'program, or set "network": "host"'
+        )
+    expected = "an MCP server that starts and lists its tools"
+    return ConfigError(config.key, config.origin, expected, cause)
+
+
+def _digest(result: mcp_types.CallToolResult) -> str:
+    return hashlib.sha256(result.model_dump_json(exclude={"meta"}).encode()).hexdigest()
