@@ -164,7 +164,7 @@ def read_inputs(
     prompts = (*train.prompts, *validation.prompts, *dev.prompts)
     for provider in (tools, interactions):
         provider.check_prompt_kwargs(prompts)
-    _report_unused_tools(user_code.tools, train.prompts)
+    _report_unused_tools(user_code, train.prompts)
     check_prompt_rubrics(config.reward, prompts)
     _check_auxiliary_tokenizers(config, codec)
     return RunInputs(
@@ -341,19 +341,24 @@ def _build_toolkit(config: TrainConfig, codec: HFCodec, user_code: UserCode) -> 
     )
 
 
-def _report_unused_tools(user_tools: Sequence[Tool], prompts: Iterable[Prompt]) -> None:
+def _report_unused_tools(user_code: UserCode, prompts: Iterable[Prompt]) -> None:
     """Print a line about tools of the user that no training prompt gets, which causes no error."""
+    names_by_key = {
+        "tool.user_tools_file": {tool.name for tool in user_code.tools},
+        "tool.mcp": {tool.name for server in user_code.mcp_servers for tool in server.tools},
+    }
     used_names: set[str] = set()
     for prompt in prompts:
         prompt_names = {name for name, kwargs in prompt.tools_kwargs.items() if kwargs is not None}
         if not prompt_names:  # the prompt gets all tools
             return
         used_names |= prompt_names
-    if unused := sorted({tool.name for tool in user_tools} - used_names):
-        print(
-            f"tool.user_tools_file: no prompt of data.train gets {', '.join(unused)}, because each "
-            "names other tools in extra_info.tools_kwargs: add the name there, or use other data"
-        )
+    for key, names in names_by_key.items():
+        if unused := sorted(names - used_names):
+            print(
+                f"{key}: no prompt of data.train gets {', '.join(unused)}, because each names "
+                "other tools in extra_info.tools_kwargs: add the name there, or use other data"
+            )
 
 
 def _check_tag_tokens(codec: HFCodec, markers: Iterable[str]) -> None:

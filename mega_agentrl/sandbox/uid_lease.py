@@ -63,8 +63,8 @@ def lease_uid() -> UidLease | None:
     raise ValueError(
         f"sandbox: no free user id among {UID_RANGE.start} to {UID_RANGE.stop - 1} "
         f"({len(usable_uids)} usable, all in use); expected one for each sandbox. "
-        "Probable cause: too many tool.python.num_workers on this host, or a container that maps "
-        "few ids"
+        "Probable cause: too many tool.python.num_workers, or MCP servers of trajectories "
+        "(tool.mcp, per_trajectory), on this host, or a container that maps few ids"
     )
 
 

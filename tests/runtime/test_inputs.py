@@ -8,13 +8,17 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from mega_agentrl.config.enums import AresMode, CotBlocks, Truncation
+from mega_agentrl.config.enums import AresMode, CallProtocol, CotBlocks, Truncation
 from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.data.rl_dataset import encode_prompts
+from mega_agentrl.runtime import inputs
 from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
 from mega_agentrl.tool.toolkit import ToolKit
 from tests.chat_models import save_vision_folder
 from tests.config.refusals import refused_setting
 from tests.vision_models import make_picture
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_total_steps_from_epochs(config):
@@ -116,6 +120,35 @@ def test_bad_user_tools_are_found_before_the_data_is_read(unread, tmp_path):
     unread.tool.user_tools_file = user_tool(tmp_path, "Gsm8k")
     key, got = refused_setting(read_inputs, unread)
     assert key.startswith("tool.user_tools_file=") and got == "mega_agentrl.tool.gsm8k.Gsm8k"
+
+
+def test_an_mcp_server_that_does_not_start_is_found_before_the_data_is_read(unread, tmp_path):
+    path = tmp_path / "mcp.json"
+    path.write_text('{"mcpServers": {"mine": {"command": "no-such-program"}}}')
+    unread.tool.mcp = str(path)
+    key, got = refused_setting(read_inputs, unread)
+    assert (key, got) == (f"tool.mcp={path}, server mine", "no-such-program")
+
+
+def test_prompts_are_encoded_with_the_schemas_of_mcp_servers(config, monkeypatch):
+    config.rollout.call_protocol = CallProtocol.hermes
+    encoded = []
+    monkeypatch.setattr(inputs, "encode_prompts", record_schemas(encoded))
+    config.tool.mcp = str(EXAMPLES / "mcp.json")
+    assert {"add_to_basket", "total_price"} <= set(read_inputs(config).tools.names)
+    assert (
+        encoded[0]["total_price"]["function"]["description"] == "Returns the price of the basket."
+    )
+
+
+def record_schemas(encoded):
+    """`encode_prompts` that also appends the schemas to `encoded`."""
+
+    def encode(*args, tool_schemas, **options):
+        encoded.append(tool_schemas)
+        return encode_prompts(*args, tool_schemas=tool_schemas, **options)
+
+    return encode
 
 
 def test_a_bad_reward_is_found_before_the_data_is_read(unread, tmp_path):

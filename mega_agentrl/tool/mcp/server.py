@@ -1,16 +1,16 @@
 """The servers of a run and their tools.
 
-A server that keeps a state has one process for each trajectory (`per_trajectory`), which `create`
-starts and `release` ends. The tools of a server share it, and their calls take turns. Other servers
-are started once, and their calls run concurrently. A shared server that dies or hangs is started
-again for the next call, at most `MAX_RESTARTS` times in a row without an answer in between; a
-trajectory whose own server is lost fails.
+A server that keeps a state has one process for each trajectory (`per_trajectory`), which is started
+by the first call and ended by `release`. The tools of a server share it, and their calls take
+turns. Other servers are started once, and their calls run concurrently. A shared server that dies
+or hangs is started again for the next call, at most `MAX_RESTARTS` times in a row without an answer
+in between; a trajectory whose own server is lost fails.
 
 The state of a process cannot be copied. A fork therefore starts a new server and makes the same
 calls again, except those of tools that the server calls read-only (`readOnlyHint`), and compares
-the answers. If one differs, the fork fails and is counted; the trajectory itself goes on. Calls are
-made again only where they have no effect outside of the sandbox: not with a network, without
-isolation, or on a server with a URL.
+the answers; without such calls it starts nothing. If an answer differs, the fork fails and is
+counted; the trajectory itself goes on. Calls are made again only where they have no effect outside
+of the sandbox: not with a network, without isolation, or on a server with a URL.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ class _AnsweredCall:
 class McpSession:
     """A trajectory's own connection and what happened on it."""
 
-    connection: McpConnection
+    connection: McpConnection | None = None
+    """None until the first call."""
     calls: list[_AnsweredCall] = field(default_factory=list)
+    """Answered calls that may have changed the state."""
     unknown_outcome: str = ""
     """Tool of a call that was not answered in time; empty if all were answered."""
 
@@ -117,16 +119,26 @@ class McpServer:
         """Start a shared server; raises `ConfigError` if it does not start."""
         if not self.config.per_trajectory:
             try:
-                await self.shared_connection()
+                await self._shared_connection()
             except McpServerError as error:
                 raise not_started(self.config, error) from error
 
-    async def shared_connection(self) -> McpConnection:
-        """Return the connection of a shared server, a new one if the last is lost.
+    async def connection_of(self, session: McpSession | None) -> McpConnection:
+        """Return the connection for the next call, of a server that is started if necessary.
+
+        Args:
+            session: The state of the trajectory; None for a shared server.
 
         Raises:
             McpServerError: The server does not start, or has been started too often.
         """
+        if session is None:
+            return await self._shared_connection()
+        if session.connection is None:
+            session.connection = await self._connect()
+        return session.connection
+
+    async def _shared_connection(self) -> McpConnection:
         async with self._lock:
             connection = self._shared
             if connection is not None and not connection.is_lost:
@@ -146,31 +158,27 @@ class McpServer:
         """Record that the server answered a call, so that it may be restarted again."""
         self._num_starts = 0
 
-    async def open_session(self) -> McpSession | None:
-        """Return the state of a trajectory; None for a shared server."""
-        if not self.config.per_trajectory:
-            return None
-        return McpSession(await self._connect())
-
     async def fork(self, session: McpSession) -> McpSession:
-        """Return a session with a new server on which the same calls were made.
+        """Return a session with the same state, on a new server if there were calls.
 
         Raises:
             McpServerError: The calls may not be repeated, or were answered otherwise.
         """
         lead = f"MCP server {self.config.name} cannot be forked"
+        if session.unknown_outcome:
+            raise McpServerError(f"{lead}: a call of {session.unknown_outcome} was not answered")
+        calls = list(session.calls)
+        if not calls:
+            return McpSession()
         if not self.config.has_replayable_state:
             raise McpServerError(
                 f"{lead}: calls are only repeated in a sandbox without network; set "
                 "per_trajectory=false if the server keeps no state of a trajectory"
             )
-        if session.unknown_outcome:
-            raise McpServerError(f"{lead}: a call of {session.unknown_outcome} was not answered")
-        calls = list(session.calls)
-        copy = McpSession(await self._connect(), calls)
+        connection = await self._connect()
         try:
             for number, call in enumerate(calls, start=1):
-                work = copy.connection.call(call.tool, call.arguments)
+                work = connection.call(call.tool, call.arguments)
                 result = await run_with_deadline(work, self.config.timeout_s)
                 if _digest(result) != call.answer_digest:
                     raise McpServerError(  # noqa: TRY301
@@ -178,9 +186,9 @@ class McpServer:
                         "set per_trajectory=false if the server keeps no state of a trajectory"
                     )
         except BaseException:
-            await self.close_connection(copy.connection)
+            await self.close_connection(connection)
             raise
-        return copy
+        return McpSession(connection, calls)
 
     async def close_connection(self, connection: McpConnection) -> None:
         """End a connection, and the process behind it."""
@@ -243,8 +251,8 @@ class McpTool(Tool):
         self._server.close_now()
 
     async def create(self, kwargs: Mapping[str, Any]) -> McpSession | None:
-        """Start the trajectory's own server; raises `McpServerError`."""
-        return await self._server.open_session()
+        """Return the state of a trajectory; None for a shared server."""
+        return McpSession() if self._server.config.per_trajectory else None
 
     async def execute(
         self, state: McpSession | None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
@@ -255,7 +263,7 @@ class McpTool(Tool):
             ValueError: The server refuses the arguments.
             McpServerError: The server failed, died or hangs.
         """
-        connection = await self._server.shared_connection() if state is None else state.connection
+        connection = await self._server.connection_of(state)
         timeout_s, remote_name = self._server.config.timeout_s, self._listed.remote_name
         try:
             result = await run_with_deadline(
@@ -280,12 +288,12 @@ class McpTool(Tool):
         return to_response(result, shows_images=self._limits.shows_images, shorten=self._shorten)
 
     async def fork(self, state: McpSession | None) -> McpSession | None:
-        """Return a server on which the same calls were made; raises `McpServerError`."""
+        """Return a state on which the same calls were made; raises `McpServerError`."""
         return None if state is None else await self._server.fork(state)
 
     async def release(self, state: McpSession | None, kwargs: Mapping[str, Any]) -> None:
         """End the trajectory's own server."""
-        if state is not None:
+        if state is not None and state.connection is not None:
             await self._server.close_connection(state.connection)
 
     def _note_unknown_outcome(self, state: McpSession | None) -> None:

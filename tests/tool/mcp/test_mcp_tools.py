@@ -92,6 +92,9 @@ async def test_a_fork_whose_calls_are_answered_otherwise_fails_alone(listed):
 async def test_calls_with_effects_outside_of_the_sandbox_are_not_repeated(tmp_path):
     listed = await asyncio.to_thread(list_example, tmp_path, network="host")
     async with started_toolkit(listed) as kit, opened(kit) as session:
+        await session.execute("total", {})  # it changes nothing, as the server says
+        await (await session.fork()).release()
+        await session.execute("add", {"amount": 1})
         with pytest.raises(ToolSessionError, match="per_trajectory=false"):
             await session.fork()
 
@@ -165,9 +168,11 @@ async def test_no_server_is_left_behind(listed):
     async with started_toolkit(listed) as kit:
         session = kit.open_session()
         await session.create({})
-        (tool, *_) = (kit._tools[name].tool for name in kit.names)
-        (open_connection,) = tool._server._open_connections
-        pid = open_connection._process.pid
+        open_connections = kit._tools["total"].tool._server._open_connections
+        assert not open_connections, "a server is started by the first call"
+        await session.execute("total", {})
+        (one,) = open_connections
+        pid = one._process.pid
         os.kill(pid, 0)
         kit.close_now()
         with pytest.raises(ProcessLookupError):
