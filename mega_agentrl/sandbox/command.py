@@ -263,6 +263,8 @@ class SandboxedProcess:
             _, reason, name = json.loads(answer)
         except ValueError:
             return f"{program}: the sandbox did not start{self.stderr_note()}"
+        if name.startswith(f"{SOCKET_FOLDER}/"):
+            name = str(self._command.forwarded_ports[int(Path(name).name)])
         if name and name != program:
             return f"{program} does not start: {name}: {reason}"
         path = self._command.environment.get("PATH", DEFAULT_PATH)
@@ -346,6 +348,9 @@ def _end_abandoned(launching: asyncio.Future[_Launched]) -> None:
 
 def _launch(command: SandboxedCommand) -> _Launched:
     """Start the launcher; raises `CommandStartError` or `ValueError`."""
+    for path in (*command.read_only, *command.writable, *command.forwarded_ports.values()):
+        if command.is_isolated and not path.exists():
+            raise CommandStartError(f"{command.command[0]} does not start: there is no {path}")
     uid_lease = lease_uid() if command.is_isolated else None
     cgroup = Cgroup([])
     descriptors: list[int] = []

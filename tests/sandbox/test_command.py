@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,41 @@ async def test_a_forwarded_port_streams_and_keeps_the_exit_code(tmp_path):
         first_chunk_was_read.set()
         assert await process.stdout.readline() == b"300000\n"
         assert await process.wait() == 7
+
+
+async def test_connections_to_a_forwarded_port_are_independent(tmp_path):
+    async def answer(reader, writer):
+        writer.write(b"to " + await reader.readline())
+        writer.close()
+
+    path = tmp_path / "server"
+    server = await asyncio.start_unix_server(answer, path)
+    path.chmod(0o666)
+    code = """if True:
+        import socket
+        addresses = [("127.0.0.1", 8080 + number % 2) for number in range(40)]
+        connections = [socket.create_connection(address) for address in addresses]
+        for number, connection in reversed(list(enumerate(connections))):
+            connection.sendall(b"%d\\n" % number)
+            connection.shutdown(socket.SHUT_WR)
+        for number, connection in enumerate(connections):
+            assert connection.makefile("rb").read() == b"to %d\\n" % number, number
+        print("all")"""
+    ports = {8080: path, 8081: path}
+    async with server, running(*python(code), forwarded_ports=ports) as process:
+        assert await process.stdout.read() == b"all\n", process.stderr_tail()
+        await process.wait()
+        assert process.stderr_tail() == ""
+
+
+async def test_a_socket_that_the_sandbox_may_not_use_is_named(tmp_path):
+    path = tmp_path / "server"
+    server = await asyncio.start_unix_server(lambda reader, writer: writer.close(), path)
+    path.chmod(0o400)
+    command = SandboxedCommand(command=("true",), forwarded_ports={8080: path})
+    async with server:
+        with pytest.raises(CommandStartError, match=re.escape(str(path))):
+            await start(command)
 
 
 async def test_it_sees_and_changes_only_what_is_listed(tmp_path):
