@@ -55,6 +55,8 @@ class Block:
     """Images of the block; starts count `token_ids`."""
     messages: tuple[Message, ...] = ()
     """Messages of a block that is not the assistant's."""
+    answer: Message | None = None
+    """Message of a block that is the assistant's, as clients know it."""
     generation: Generation | None = None
     """The sampled tokens and their log-probs; None for a block that was encoded."""
     num_calls: int = 0
@@ -85,6 +87,12 @@ class Block:
             blocks.append(block)
             block = block.parent
         return blocks[::-1]
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The messages up to and including this block."""
+        blocks = ((*block.messages, block.answer) for block in self.chain)
+        return tuple(message for messages in blocks for message in messages if message is not None)
 
     def context(self) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Return the token ids and the images of the context up to and including this block."""
@@ -122,25 +130,46 @@ class ContextTree:
         Raises:
             GatewayError: the chat template cannot render the messages.
         """
+        path = self._find_path(messages, tools)
+        for key, block in path:
+            self._attach(key, block)
+        return path[-1][1]
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+        """Return the number of tokens of a conversation, which is not added to the tree.
+
+        Raises:
+            GatewayError: the chat template cannot render the messages.
+        """
+        return self._find_path(messages, tools)[-1][1].length
+
+    def _find_path(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[bytes, Block]]:
+        """Return keys and blocks of a conversation; those not found in the tree are new."""
         inputs, rest = _split_inputs(messages)
         key = block_key(inputs, tools)
-        block = self._root_by_key.get(key)
-        if block is None:
-            token_ids, images = self._encoder.encode_first(inputs, tools)
-            block = Block(
-                parent=None,
-                digest=key,
-                token_ids=token_ids,
-                images=images,
-                messages=tuple(inputs),
-            )
-            self._root_by_key[key] = block
-            self.roots.append(block)
+        block = self._root_by_key.get(key) or self._new_root(key, inputs, tools)
+        path = [(key, block)]
         while rest:
-            block = self._find_or_add_assistant(block, rest[0])
+            key, block = self._find_or_make_assistant(block, rest[0])
+            path.append((key, block))
             inputs, rest = _split_inputs(rest[1:])
-            block = self._find_or_add_inputs(block, inputs)
-        return block
+            key, block = self._find_or_make_inputs(block, inputs)
+            path.append((key, block))
+        return path
+
+    def _new_root(
+        self, key: bytes, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    ) -> Block:
+        token_ids, images = self._encoder.encode_first(messages, tools)
+        return Block(
+            parent=None,
+            digest=key,
+            token_ids=token_ids,
+            images=images,
+            messages=tuple(messages),
+        )
 
     def add_answer(
         self, block: Block, generation: Generation, content: str, calls: Sequence[ToolCall]
@@ -151,11 +180,12 @@ class ContextTree:
             parent=block,
             digest=_chain_digest(block, key),
             token_ids=generation.token_ids,
+            answer={"role": "assistant", "content": content, "tool_calls": tuple(calls)},
             generation=generation,
             num_calls=len(calls),
             last_order=self.num_answers,
         )
-        self._attach(block, key, answer)
+        self._attach(key, answer)
         self.first_answer = self.first_answer or answer
         self._sampled_by_key[key] = answer
         for ancestor in block.chain:
@@ -163,7 +193,7 @@ class ContextTree:
         self.num_answers += 1
         return answer
 
-    def _find_or_add_assistant(self, block: Block, message: Message) -> Block:
+    def _find_or_make_assistant(self, block: Block, message: Message) -> tuple[bytes, Block]:
         calls = message.get("tool_calls", ())
         key = assistant_key(message["content"], calls)
         found = block.children.get(key)
@@ -175,11 +205,12 @@ class ContextTree:
                 else sampled.token_ids
             )
             digest = _chain_digest(block, key)
-            found = Block(parent=block, digest=digest, token_ids=token_ids)
-            self._attach(block, key, found)
-        return found
+            found = Block(parent=block, digest=digest, token_ids=token_ids, answer=message)
+        return key, found
 
-    def _find_or_add_inputs(self, block: Block, messages: Sequence[Message]) -> Block:
+    def _find_or_make_inputs(
+        self, block: Block, messages: Sequence[Message]
+    ) -> tuple[bytes, Block]:
         key = block_key(messages)
         found = block.children.get(key)
         if found is None:
@@ -191,13 +222,19 @@ class ContextTree:
                 images=images,
                 messages=tuple(messages),
             )
-            self._attach(block, key, found)
-        return found
+        return key, found
 
-    def _attach(self, parent: Block, key: bytes, block: Block) -> None:
-        parent.children[key] = block
-        parent.continuations.append(block)
-        self.num_response_tokens += len(block.token_ids)
+    def _attach(self, key: bytes, block: Block) -> None:
+        """Make a block part of the tree, unless it is already."""
+        parent = block.parent
+        if parent is None:
+            if key not in self._root_by_key:
+                self._root_by_key[key] = block
+                self.roots.append(block)
+        elif parent.children.get(key) is not block:
+            parent.children[key] = block
+            parent.continuations.append(block)
+            self.num_response_tokens += len(block.token_ids)
 
 
 def _chain_digest(parent: Block, key: bytes) -> bytes:
@@ -298,7 +335,7 @@ class _ResponseWriter:
         text = self._encoder.shown_text(message)
         outcome = ToolOutcome(
             tool=str(message.get("name") or message["role"]),
-            status=ToolStatus.ok,
+            status=ToolStatus.user_error if message.get("is_error") else ToolStatus.ok,
             answer=text,
             latency_s=0.0,
         )

@@ -85,6 +85,10 @@ class ChatRequest:
     """The body, for what only the dialect reads."""
     warnings: tuple[str, ...] = ()
     """Settings of the request that have no effect, and why."""
+    previous_answer_id: str = ""
+    """Id of an answer of the session. `messages` then hold only what follows that answer."""
+    num_instructions: int = 0
+    """Number of messages at the start that requests with `previous_answer_id` do not inherit."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -24,8 +24,10 @@ from aiohttp import web
 
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.dialects.anthropic import AnthropicMessages
 from mega_agentrl.rollout.gateway.dialects.base import decode_body, encode_json
 from mega_agentrl.rollout.gateway.dialects.openai_chat import OpenAIChat
+from mega_agentrl.rollout.gateway.dialects.openai_responses import OpenAIResponses
 from mega_agentrl.rollout.gateway.session import AgentSession
 
 if TYPE_CHECKING:
@@ -42,7 +44,12 @@ BODY_TIMEOUT_S = 60.0
 WARNING_HEADER = "x-gateway-warning"
 
 _OPENAI = OpenAIChat()
-_DIALECTS: dict[str, Dialect] = {"/v1/chat/completions": _OPENAI}
+_ANTHROPIC = AnthropicMessages()
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": _OPENAI,
+    "/v1/responses": OpenAIResponses(),
+    "/v1/messages": _ANTHROPIC,
+}
 _MIB = 2**20
 _log = logging.getLogger(__name__)
 
@@ -101,6 +108,7 @@ class Gateway:
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/tools", self._list_tools)
             app.router.add_post(f"{prefix}/v1/tools/{{tool}}", self._call_tool)
+            app.router.add_post(f"{prefix}/v1/messages/count_tokens", self._count_tokens)
             for path in _DIALECTS:
                 app.router.add_post(prefix + path, self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -162,6 +170,15 @@ class Gateway:
         await response.write_eof()  # raises if the client has gone away
         session.mark_delivered(answer)
         return response
+
+    async def _count_tokens(self, http: web.Request) -> web.StreamResponse:
+        try:
+            session = self._find_session(http)
+            request = _ANTHROPIC.parse_count_request(await _read_body(http))
+            count = await session.count_tokens(request)
+        except GatewayError as error:
+            return _error_response(_ANTHROPIC, error)
+        return _json_response({"input_tokens": count}, headers=_warning_headers(request))
 
     async def _list_models(self, http: web.Request) -> web.StreamResponse:
         try:

@@ -152,6 +152,8 @@ class AgentSession:
         self._num_samples: dict[Block, int] = {}
         self._num_requests = 0
         self._block_by_answer_id: dict[str, Block] = {}
+        self._answered: dict[str, tuple[Block, int]] = {}
+        """Block of an answer and the number of instructions of its request, by answer id."""
         self._checked_images: set[bytes] = set()
         self._is_closed = False
 
@@ -169,6 +171,7 @@ class AgentSession:
             raise GatewayError(ErrorKind.unknown_key, "the session has ended")
         if self._spent is not None and self._has_sent_stop:
             raise self._budget_error(self._spent)
+        request = self._continued(request)
         await self._check_images(request)
         block = self.tree.find_or_add(request.messages, request.tools)
         if is_retry and (lost := self._undelivered.get(block)):
@@ -191,9 +194,14 @@ class AgentSession:
         task = asyncio.create_task(self._answer(pending))
         self._undelivered.setdefault(block, {})[pending.answer_id] = task
         self._running[pending.name] = task
-        task.add_done_callback(lambda _: self._running.pop(pending.name, None))
+        task.add_done_callback(lambda done: self._on_done(pending, done))
         # The task goes on if the client goes away: the answer waits for its retry.
         return await asyncio.shield(task)
+
+    def _on_done(self, pending: _PendingRequest, task: asyncio.Task[ChatAnswer]) -> None:
+        self._running.pop(pending.name, None)
+        if task.cancelled() or task.exception() is not None:
+            self._undelivered[pending.block].pop(pending.answer_id)  # a retry samples again
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Run one of the run's own tools.
@@ -207,6 +215,15 @@ class AgentSession:
             return await self.scope.tools.call(name, arguments)
         except INFRA_ERRORS as error:
             raise GatewayError(ErrorKind.engine_failed, f"tool {name}: {error}") from error
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a conversation; nothing is sampled or kept.
+
+        Raises:
+            GatewayError: the policy cannot be shown the conversation.
+        """
+        await self._check_images(request)
+        return self.tree.count_tokens(request.messages, request.tools)
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
         """Note that the client has received an answer, so that it is not sent again."""
@@ -270,6 +287,26 @@ class AgentSession:
     def failure(self) -> str:
         """Why a request failed that was not answered later; empty if none did."""
         return next(iter(self._failed_blocks.values()), "")
+
+    def _continued(self, request: ChatRequest) -> ChatRequest:
+        """Return a request whose messages begin with the conversation that it continues.
+
+        Raises:
+            GatewayError: the session has no such answer.
+        """
+        if not request.previous_answer_id:
+            return request
+        if request.previous_answer_id not in self._answered:
+            raise GatewayError(
+                ErrorKind.not_found,
+                f"got the id {request.previous_answer_id!r} of an earlier answer, expected one of "
+                "this session",
+            )
+        block, num_dropped = self._answered[request.previous_answer_id]
+        instructions = request.messages[: request.num_instructions]
+        inputs = request.messages[request.num_instructions :]
+        messages = (*instructions, *block.conversation[num_dropped:], *inputs)
+        return replace(request, messages=messages, previous_answer_id="")
 
     async def _check_images(self, request: ChatRequest) -> None:
         """Decode the images that the session has not seen yet.
@@ -450,6 +487,7 @@ class AgentSession:
         added = self.tree.add_answer(pending.block, generation, parts.content, parts.calls)
         if is_replayed:
             self._replayed.add(added)
+        self._answered[pending.answer_id] = (added, pending.request.num_instructions)
         if self._num_tokens_left < 1 and finish is AnswerFinish.length:
             self._spent = self._spent or StopReason.length
         return self._make_answer(pending, parts, finish, generation)

@@ -63,3 +63,23 @@ async def open_scripted_session(codec, turns, **options):
         key, session = gateway.open_session(make_session_scope(codec, script, **options))
         yield gateway.url, key, session, script
         await gateway.close_session(key)
+
+
+def sampled_text(codec, session):
+    """Decoded text of all tokens with loss mask 1."""
+    buffer = session.build_response().token_buffer
+    pairs = zip(buffer.token_ids, buffer.loss_mask, strict=True)
+    return codec.decode([token for token, mask in pairs if mask])
+
+
+def check_one_context(codec, session, turns):
+    """All turns continue each other: nothing was encoded again, lost or counted twice."""
+    assert len(session.tree.roots) == 1
+    blocks = [session.tree.roots[0]]
+    while blocks[-1].continuations:
+        (block,) = blocks[-1].continuations
+        blocks.append(block)
+    assert [block.is_sampled for block in blocks] == [False, True] * len(turns)
+    # Before the first token there is one, because the client's tools are not the prompt's.
+    assert [reset.start for reset in session.build_response().context_resets] == [0]
+    assert sampled_text(codec, session) == "".join(turns)

@@ -12,11 +12,14 @@ from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_r
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
 
 BodyT = TypeVar("BodyT")
+
+MAX_DEPTH = 100
+"""Maximum nesting of the schema of a tool."""
 
 _ENCODER = msgspec.json.Encoder()
 _JPEG_OR_PNG = "an image as a data URL, `data:image/png;base64,...`"
@@ -57,7 +60,21 @@ def decode_body(body: bytes, body_type: type[BodyT]) -> BodyT:
     try:
         return msgspec.json.decode(body, type=body_type)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise GatewayError(ErrorKind.invalid_request, f"body: {error}") from error
+        is_split = isinstance(error, msgspec.DecodeError) and b"\\ud" in body.lower()
+        cause = "; probable cause: half a surrogate pair" if is_split else ""
+        raise GatewayError(ErrorKind.invalid_request, f"body: {error}{cause}") from error
+
+
+def convert_item(value: Mapping[str, Any], item_type: type[BodyT], key: str) -> BodyT:
+    """Return a decoded JSON object as a `msgspec.Struct`; unknown fields are ignored.
+
+    Raises:
+        GatewayError: a field has another type.
+    """
+    try:
+        return msgspec.convert(value, item_type)
+    except msgspec.ValidationError as error:
+        raise GatewayError(ErrorKind.invalid_request, f"{key}: {error}") from error
 
 
 def encode_json(value: Any) -> bytes:
@@ -69,6 +86,54 @@ def sse_event(value: Any, name: str = "") -> bytes:
     """Return a server-sent event with a JSON value, and a name where the API has names."""
     head = f"event: {name}\n".encode() if name else b""
     return head + b"data: " + encode_json(value) + b"\n\n"
+
+
+def fixed_settings(body: msgspec.Struct, names: Iterable[str]) -> list[str]:
+    """Return a warning for each of these settings that a body has."""
+    return [
+        f"{name} has no effect: the run sets it"
+        for name in names
+        if getattr(body, name) not in (None, False)
+    ]
+
+
+def check_token_limit(limit: int | None, key: str) -> None:
+    """Check the maximum number of tokens of an answer.
+
+    Raises:
+        GatewayError: it is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise invalid_request(key, limit, "at least 1")
+
+
+def function_schema(
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, key: str
+) -> dict[str, Any]:
+    """Return the schema of a function in the form that the chat template gets.
+
+    Raises:
+        GatewayError: the parameters are nested too deeply for a chat template.
+    """
+    _check_depth(parameters, key)
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _check_depth(value: Any, key: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children = [
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
+        ]
+        level = [item for items in children for item in items]
+    if level:
+        raise invalid_request(key, "a deeper value", f"at most {MAX_DEPTH} levels of nesting")
 
 
 def decode_data_url(url: str, key: str) -> bytes:

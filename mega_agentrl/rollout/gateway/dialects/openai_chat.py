@@ -9,7 +9,7 @@ turn is complete, because only then its text and its calls can be told apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -24,15 +24,18 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.dialects.base import (
     arguments_json,
+    check_token_limit,
     decode_body,
     decode_data_url,
     encode_json,
+    fixed_settings,
+    function_schema,
     make_call,
     sse_event,
 )
 from mega_agentrl.types.records import Message
 
-_STATUSES = {
+OPENAI_ERRORS: dict[ErrorKind, tuple[int, str, str | None]] = {
     ErrorKind.invalid_request: (400, "invalid_request_error", None),
     ErrorKind.unknown_key: (401, "invalid_request_error", "invalid_api_key"),
     ErrorKind.not_found: (404, "invalid_request_error", "not_found"),
@@ -42,11 +45,20 @@ _STATUSES = {
     ErrorKind.overloaded: (429, "rate_limit_error", "rate_limit_exceeded"),
     ErrorKind.engine_failed: (503, "server_error", "engine_failed"),
 }
+"""Status, type and code of each kind of error in OpenAI's APIs."""
 _FIXED_SETTINGS = (
     *("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed"),
-    *("logit_bias", "logprobs", "response_format", "reasoning_effort"),
+    *("logit_bias", "logprobs", "response_format", "reasoning_effort", "verbosity", "prediction"),
 )
 """Settings that have no effect; the run's own hold."""
+_ROLES = {"developer": "system", "function": "tool"}
+_REFUSED = {
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "audio": "text",
+    "web_search_options": "a function in tools",
+}
+"""Settings that are refused, and what to use."""
 
 
 class _FunctionCall(msgspec.Struct):
@@ -59,11 +71,36 @@ class _ToolCall(msgspec.Struct):
     id: str = ""
 
 
+class _ImageUrl(msgspec.Struct):
+    url: str
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | _ImageUrl | None = None
+
+
 class _ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[_Part] | None = None
+    refusal: str | None = None
     tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None
     name: str | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(msgspec.Struct):
+    function: _Function | None = None
+    type: str = "function"
 
 
 class _StreamOptions(msgspec.Struct):
@@ -73,7 +110,7 @@ class _StreamOptions(msgspec.Struct):
 class _Body(msgspec.Struct):
     messages: list[_ChatMessage]
     model: str = ""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[_Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     n: int | None = None
     stop: str | list[str] | None = None
@@ -91,6 +128,13 @@ class _Body(msgspec.Struct):
     logprobs: bool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
 
 
 class OpenAIChat:
@@ -103,26 +147,20 @@ class OpenAIChat:
         request = decode_body(body, _Body)
         if request.n not in (None, 1):
             raise invalid_request("n", request.n, "1, since an attempt has one continuation")
-        limit = request.max_completion_tokens or request.max_tokens
-        if limit is not None and limit < 1:
-            raise invalid_request("max_tokens", limit, "at least 1")
+        for name, use in _REFUSED.items():
+            if getattr(request, name) is not None:
+                raise invalid_request(name, getattr(request, name), f"no such field; use {use}")
+        limit = request.max_completion_tokens
+        limit = request.max_tokens if limit is None else limit
+        check_token_limit(limit, "max_tokens")
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        warnings = [
-            f"{name} has no effect: the run sets it"
-            for name in _FIXED_SETTINGS
-            if getattr(request, name) not in (None, False)
-        ]
-        if request.tool_choice not in (None, "auto"):
-            warnings.append("tool_choice has no effect: the policy chooses")
-        messages = [
-            _message(message, f"messages[{index}]")
-            for index, message in enumerate(request.messages)
-        ]
-        if not messages:
+        if not request.messages:
             raise invalid_request("messages", [], "at least one message")
         return ChatRequest(
-            messages=tuple(messages),
-            tools=tuple(request.tools or ()),
+            messages=_messages(request.messages),
+            tools=tuple(
+                _schema(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())
+            ),
             max_tokens=limit,
             stop=tuple(text for text in stop if text),
             streams=bool(request.stream),
@@ -132,7 +170,7 @@ class OpenAIChat:
                     request.stream_options and request.stream_options.include_usage
                 )
             },
-            warnings=tuple(warnings),
+            warnings=_warnings(request),
         )
 
     def render_answer(self, answer: ChatAnswer, request: ChatRequest) -> Any:
@@ -178,7 +216,7 @@ class OpenAIChat:
 
     def render_error(self, error: GatewayError) -> tuple[int, Any]:
         """Return status and `error` object."""
-        status, kind, code = _STATUSES[error.kind]
+        status, kind, code = OPENAI_ERRORS[error.kind]
         body = {"message": error.message, "type": kind, "param": None, "code": code}
         return status, {"error": body}
 
@@ -187,39 +225,67 @@ class OpenAIChat:
         return b"data: " + encode_json(self.render_error(error)[1]) + b"\n\n"
 
 
-def _message(message: _ChatMessage, key: str) -> Message:
+def _warnings(request: _Body) -> tuple[str, ...]:
+    warnings = fixed_settings(request, _FIXED_SETTINGS)
+    if request.tool_choice not in (None, "auto"):
+        warnings.append("tool_choice has no effect: the policy chooses")
+    if request.parallel_tool_calls is False:
+        warnings.append("parallel_tool_calls has no effect: the policy chooses")
+    return tuple(warnings)
+
+
+def _schema(tool: _Tool, key: str) -> dict[str, Any]:
+    function = tool.function
+    if tool.type != "function" or function is None:
+        raise invalid_request(key, tool.type, 'a tool of type "function"')
+    return function_schema(function.name, function.description, function.parameters, key)
+
+
+def _messages(messages: Sequence[_ChatMessage]) -> tuple[Message, ...]:
+    tool_names = {
+        call.id: call.function.name for message in messages for call in message.tool_calls or ()
+    }
+    return tuple(
+        _message(message, f"messages[{index}]", tool_names)
+        for index, message in enumerate(messages)
+    )
+
+
+def _message(message: _ChatMessage, key: str, tool_names: Mapping[str, str]) -> Message:
+    if message.function_call is not None:
+        raise invalid_request(f"{key}.function_call", message.function_call, "tool_calls")
     content = message.content
+    if content is None:
+        content = message.refusal or ""
     parts = (
         content
-        if content is None or isinstance(content, str)
+        if isinstance(content, str)
         else [
             _part(part, f"{key}.content[{index}]", message.role)
             for index, part in enumerate(content)
         ]
     )
-    result: Message = {"role": message.role, "content": parts or ""}
-    if message.role in ("developer", "function"):
-        result["role"] = "system" if message.role == "developer" else "tool"
+    result: Message = {"role": _ROLES.get(message.role, message.role), "content": parts}
     if message.role == "assistant" and message.tool_calls:
         result["tool_calls"] = tuple(
             make_call(call.function.name, call.function.arguments) for call in message.tool_calls
         )
-    if message.name and message.role in ("tool", "function"):
-        result["name"] = message.name
+    name = message.name or tool_names.get(message.tool_call_id or "")
+    if name and result["role"] == "tool":
+        result["name"] = name
     return result
 
 
-def _part(part: Mapping[str, Any], key: str, role: str) -> dict[str, Any]:
+def _part(part: _Part, key: str, role: str) -> dict[str, Any]:
     """Return a part of a message's content, a text or an image."""
-    kind = part.get("type")
-    text = part.get("text" if kind == "text" else "refusal")
-    if kind in ("text", "refusal") and isinstance(text, str):
+    text = part.text if part.type == "text" else part.refusal
+    if part.type in ("text", "refusal") and text is not None:
         return {"type": "text", "text": text}
-    image = part.get("image_url")
-    url = image.get("url") if isinstance(image, dict) else image
-    if kind == "image_url" and isinstance(url, str) and role != "assistant":
+    image = part.image_url
+    url = image.url if isinstance(image, _ImageUrl) else image
+    if part.type == "image_url" and url is not None and role != "assistant":
         return {"type": "image", "data": decode_data_url(url, f"{key}.image_url")}
-    raise invalid_request(key, dict(part), 'a part of type "text" or "image_url"')
+    raise invalid_request(key, part.type, 'a part of type "text" or "image_url"')
 
 
 def _rendered_calls(answer: ChatAnswer) -> list[dict[str, Any]]:

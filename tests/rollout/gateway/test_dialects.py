@@ -1,0 +1,217 @@
+"""What holds for all three APIs, through their unmodified SDKs."""
+
+from __future__ import annotations
+
+import pytest
+
+from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.records import Role, StopReason
+from tests.rollout.chat_run import call
+from tests.rollout.gateway.gateway_run import (
+    check_one_context,
+    open_scripted_session,
+)
+from tests.rollout.gateway.sdk_clients import CLIENTS, error_text, to_wire
+
+QUESTION = {"role": "user", "content": "How much is it?"}
+TURNS = [
+    f"<think>sum</think>Let me add. {call(a=1, b=2)}{call(a=3, b=4)}",
+    f"{call(a=3, b=7)}",
+    "<think>sure</think>It is 10.",
+    "You are welcome.",
+]
+
+
+@pytest.fixture(params=CLIENTS)
+def make_client(request):
+    """Makes a client of one SDK from address and key."""
+    return CLIENTS[request.param]
+
+
+async def run_tools(client, ask, alter=list):
+    """A conversation of four turns with three calls; the replies. alter: of the history."""
+    history = [QUESTION]
+    replies = []
+    for results in (["3", "7"], ["10"], None, None):
+        reply = await ask(alter(history))
+        replies.append(reply)
+        history += reply.items
+        if results is not None:
+            history += client.tool_results(reply, results)
+        else:
+            history.append({"role": "user", "content": "Thank you."})
+    return replies
+
+
+async def test_tool_calls_go_out_and_their_answers_come_back_in_the_same_context(
+    codec, make_client
+):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, script):
+        client = make_client(url, key)
+        first, second, third, _ = await run_tools(client, client.ask)
+    assert (first.text, first.reasoning, first.finish) == (
+        "Let me add.",
+        "sum",
+        client.tool_calls,
+    )
+    assert [item[1:] for item in first.calls] == [
+        ("add", {"a": 1, "b": 2}),
+        ("add", {"a": 3, "b": 4}),
+    ]
+    assert len({item[0] for item in first.calls + second.calls}) == 3
+    assert third.text == "It is 10."
+    assert third.num_prompt_tokens == len(script.requests[2].token_ids)
+    check_one_context(codec, session, TURNS)
+    turns = session.build_response().token_buffer.turns
+    roles = "assistant tool tool assistant tool assistant user assistant"
+    assert [turn.role.value for turn in turns] == roles.split()
+    assert {turn.outcome.tool for turn in turns if turn.role == Role.tool} == {"add"}
+    assert session.stop_reason is StopReason.eos
+
+
+async def test_streams_give_the_same_messages(codec, make_client):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, _):
+        client = make_client(url, key)
+        streamed = await run_tools(client, client.stream)
+        check_one_context(codec, session, TURNS)
+    async with open_scripted_session(codec, TURNS) as (url, key, _, _):
+        client = make_client(url, key)
+        whole = await run_tools(client, client.ask)
+    for one, other in zip(streamed, whole, strict=True):
+        assert (one.text, one.reasoning, one.finish) == (other.text, other.reasoning, other.finish)
+        assert [item[1:] for item in one.calls] == [item[1:] for item in other.calls]
+        assert one.num_prompt_tokens == other.num_prompt_tokens
+        assert one.num_answer_tokens == other.num_answer_tokens
+
+
+@pytest.mark.parametrize(
+    "alteration",
+    ["without_reasoning", "with_other_json", "with_parts", "with_strings", "with_other_ids"],
+)
+async def test_histories_that_clients_alter_continue_the_same_context(
+    codec, make_client, alteration
+):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, _):
+        client = make_client(url, key)
+        change = getattr(client, alteration)
+
+        def alter(history):
+            return [item for old in to_wire(history) for item in change(old)]
+
+        await run_tools(client, client.ask, alter)
+        check_one_context(codec, session, TURNS)
+
+
+async def test_settings_of_the_run_hold_and_the_answer_says_so(codec, make_client):
+    async with open_scripted_session(codec, ["Hello."]) as (url, key, _, script):
+        client = make_client(url, key)
+        warning = await client.warning([QUESTION], **client.settings)
+    assert "temperature" in warning
+    assert "top_p" in warning
+    assert (script.requests[0].temperature, script.requests[0].top_p) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "limit"),
+    [
+        ({"max_response_tokens": 3}, StopReason.length, "rollout.max_response_tokens"),
+        ({"max_turns": 1}, StopReason.turn_limit, "rollout.max_turns"),
+    ],
+    ids=["tokens", "turns"],
+)
+async def test_spent_budget_is_a_stop_for_length_then_an_error_without_retry(
+    codec, make_client, options, reason, limit
+):
+    async with open_scripted_session(codec, ["Hello."] * 9, **options) as (url, key, session, _):
+        client = make_client(url, key)
+        requests = count_requests(session)
+        history = [QUESTION]
+        finishes = []
+        with pytest.raises(client.errors.BadRequestError, match=limit):
+            for _ in range(9):
+                reply = await client.ask(history)
+                finishes.append(reply.finish)
+                history += [*reply.items, {"role": "user", "content": "Go on."}]
+    assert finishes[-1] == client.length
+    assert len(requests) == len(finishes) + 1
+    assert session.stop_reason is reason
+
+
+async def test_other_keys_are_refused(codec, make_client):
+    async with open_scripted_session(codec, ["Hello."]) as (url, _, _, script):
+        client = make_client(url, "sk-guess")
+        with pytest.raises(client.errors.AuthenticationError):
+            await client.ask([QUESTION])
+    assert not script.requests
+
+
+async def test_key_may_be_part_of_the_base_url(codec, make_client):
+    async with open_scripted_session(codec, ["Hello."]) as (url, key, _, _):
+        reply = await make_client(f"{url}/sessions/{key}", "unused").ask([QUESTION])
+    assert reply.text == "Hello."
+
+
+async def test_conversation_that_is_too_long_is_refused_without_retry(codec, make_client):
+    session_of = open_scripted_session(codec, ["Hello."], max_model_len=900)
+    async with session_of as (url, key, session, script):
+        client = make_client(url, key)
+        requests = count_requests(session)
+        with pytest.raises(client.errors.BadRequestError) as caught:
+            await client.ask([{"role": "user", "content": "x" * 900}])
+    assert client.too_long in error_text(caught.value)
+    assert len(requests) == 1
+    assert not script.requests
+
+
+async def test_overloaded_gateway_is_asked_again(codec, make_client):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, _):
+        client = make_client(url, key)
+        requests = count_requests(session, GatewayError(ErrorKind.overloaded, "busy"))
+        await run_tools(client, client.ask)
+        check_one_context(codec, session, TURNS)
+    assert len(requests) == len(TURNS) + 1
+
+
+async def test_engine_failure_is_retried_and_the_retry_continues(codec, make_client):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, script):
+        client = make_client(url, key)
+        fail_once(script)
+        await run_tools(client, client.ask)
+        check_one_context(codec, session, TURNS)
+    assert session.stop_reason is StopReason.eos
+
+
+async def test_engine_failures_without_end_are_the_servers_error(codec, make_client):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, script):
+        client = make_client(url, key, max_retries=0)
+        fail_once(script)
+        with pytest.raises(client.errors.InternalServerError):
+            await client.ask([QUESTION])
+    assert session.stop_reason is StopReason.aborted
+
+
+def count_requests(session, *first_errors):
+    """A list that gets the messages of each request; the first requests get these errors."""
+    requests, errors = [], list(first_errors)
+    complete = session.complete
+
+    async def counted(request, **options):
+        requests.append(request.messages)
+        if errors:
+            raise errors.pop()
+        return await complete(request, **options)
+
+    session.complete = counted
+    return requests
+
+
+def fail_once(script):
+    """The next call of an engine fails."""
+    generate = script.generate
+
+    async def failing(_):
+        script.generate = generate
+        raise EngineLostError("engine 0 died")
+
+    script.generate = failing
