@@ -55,6 +55,8 @@ class Block:
     """Images of the block; starts count `token_ids`."""
     messages: tuple[Message, ...] = ()
     """Messages of a block that is not the assistant's."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools of a block that is the first one of its context."""
     answer: Message | None = None
     """Message of a block that is the assistant's, as clients know it."""
     generation: Generation | None = None
@@ -169,6 +171,7 @@ class ContextTree:
             token_ids=token_ids,
             images=images,
             messages=tuple(messages),
+            tools=tuple(tools),
         )
 
     def add_answer(

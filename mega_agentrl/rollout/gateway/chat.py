@@ -89,6 +89,8 @@ class ChatRequest:
     """Id of an answer of the session. `messages` then hold only what follows that answer."""
     num_instructions: int = 0
     """Number of messages at the start that requests with `previous_answer_id` do not inherit."""
+    inherits_tools: bool = False
+    """Whether the tools are those of the request of `previous_answer_id`."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -6,7 +6,7 @@ Clients do not send a history back byte for byte. These differences do not chang
 * a text as a string, or as one or several content parts; `null` or a missing content;
 * reasoning that is dropped, summarised, sent as a field of its own, or left in the text;
 * ids of tool calls, and the JSON form of their arguments: key order, spaces, escapes,
-  `1.0` for `1`;
+  `1.0` for `1`, large integers rounded to doubles;
 * the role `developer` for `system`, and `function` for `tool`;
 * the name of a tool message.
 
@@ -17,6 +17,7 @@ tools.
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from mega_agentrl.types.records import Message, ToolCall
+
+MAX_DEPTH = 100
+"""Nesting of arguments down to which calls are told apart."""
+
+MAX_EXACT_INT = 2**53
+"""Largest integer up to which a double represents all."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}
@@ -76,15 +83,30 @@ def _unix_lines(text: str) -> str:
     return text.replace("\r\n", "\n")
 
 
-def _normalize_numbers(value: Any) -> Any:
-    """Return a JSON value whose whole floats are integers, as JavaScript writes them."""
+def _normalize_numbers(value: Any, depth: int = MAX_DEPTH) -> Any:
+    """Return a JSON value with its numbers as JavaScript reads and writes them.
+
+    Whole floats become integers, and integers are rounded to doubles. What is nested more deeply
+    than `depth` becomes null.
+    """
+    if isinstance(value, dict | list) and not depth:
+        return None
+    if isinstance(value, dict):
+        return {key: _normalize_numbers(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_normalize_numbers(item, depth - 1) for item in value]
+    if isinstance(value, int) and abs(value) > MAX_EXACT_INT:
+        value = _nearest_double(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, dict):
-        return {key: _normalize_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_normalize_numbers(item) for item in value]
     return value
+
+
+def _nearest_double(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _digest(value: Any) -> bytes:

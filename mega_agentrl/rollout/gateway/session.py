@@ -222,6 +222,7 @@ class AgentSession:
         Raises:
             GatewayError: the policy cannot be shown the conversation.
         """
+        request = self._continued(request)
         await self._check_images(request)
         return self.tree.count_tokens(request.messages, request.tools)
 
@@ -303,10 +304,11 @@ class AgentSession:
                 "this session",
             )
         block, num_dropped = self._answered[request.previous_answer_id]
+        tools = block.chain[0].tools if request.inherits_tools else request.tools
         instructions = request.messages[: request.num_instructions]
         inputs = request.messages[request.num_instructions :]
         messages = (*instructions, *block.conversation[num_dropped:], *inputs)
-        return replace(request, messages=messages, previous_answer_id="")
+        return replace(request, messages=messages, tools=tools, previous_answer_id="")
 
     async def _check_images(self, request: ChatRequest) -> None:
         """Decode the images that the session has not seen yet.

@@ -50,12 +50,9 @@ def error_text(error: Any) -> str:
 
 
 def _other_json(text: str) -> str:
-    """The same JSON with other spaces, and with keys in reverse order."""
-    return json.dumps(_reversed(json.loads(text)), indent=1)
-
-
-def _reversed(value: dict[str, Any]) -> dict[str, Any]:
-    return dict(reversed(value.items()))
+    """The same JSON with other spaces and escapes, keys in reverse order and integers as floats."""
+    value = json.loads(text, parse_int=float)
+    return json.dumps(dict(reversed(value.items())), indent=1)
 
 
 class ChatClient:
@@ -282,7 +279,7 @@ class AnthropicClient:
     def with_other_json(item: Any) -> list[Any]:
         for part in item["content"]:
             if "input" in part:
-                part["input"] = _reversed(part["input"])
+                part["input"] = json.loads(_other_json(json.dumps(part["input"])))
         return [item]
 
     @staticmethod

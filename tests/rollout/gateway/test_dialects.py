@@ -103,6 +103,29 @@ async def test_histories_that_clients_alter_continue_the_same_context(
         check_one_context(codec, session, TURNS)
 
 
+UNUSUAL_ARGUMENTS = {
+    "large_numbers": '{"a": 12345678901234567890123, "b": -1e300, "c": 9007199254740993}',
+    "whole_floats": '{"a": 1.0, "b": -0.0, "c": 1e2}',
+    "no_number": '{"a": 1e999}',
+    "half_a_surrogate_pair": r'{"a": "\ud800"}',
+    "other_scripts": '{"\u4f60": "\U0001f600 \u00e9", "b": [null, true, {"c": ""}]}',
+    "nested": '{"a": ' + "[" * 150 + "]" * 150 + "}",
+    "none": "{}",
+}
+
+
+@pytest.mark.parametrize("arguments", UNUSUAL_ARGUMENTS.values(), ids=UNUSUAL_ARGUMENTS)
+async def test_unusual_arguments_come_back_in_the_same_context(codec, make_client, arguments):
+    body = f'{{"name": "add", "arguments": {arguments}}}'
+    turns = [f"<tool_call>{body}</tool_call>", "It is 10."]
+    async with open_scripted_session(codec, turns) as (url, key, session, _):
+        client = make_client(url, key)
+        first = await client.ask([QUESTION])
+        sent = [item for old in to_wire(first.items) for item in client.with_other_json(old)]
+        await client.ask([QUESTION, *sent, *client.tool_results(first, ["10"])])
+        check_one_context(codec, session, turns)
+
+
 async def test_settings_of_the_run_hold_and_the_answer_says_so(codec, make_client):
     async with open_scripted_session(codec, ["Hello."]) as (url, key, _, script):
         client = make_client(url, key)

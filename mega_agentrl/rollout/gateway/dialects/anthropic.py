@@ -3,10 +3,14 @@
 Differences that a client may notice: temperature and the like are those of the run, and a warning
 header says so; `thinking`, `tool_choice` and `output_config` do not constrain the answer, because
 the policy would then be trained on tokens that it did not choose. `cache_control` has no meaning
-here and is ignored. An assistant's message at the end, which the API calls a prefill, is refused:
-the answer would continue a text that the policy did not sample. Tools and content blocks that
-Anthropic's servers run or read (web search, documents, files) are refused. The events of a stream
-are sent when the turn is complete, because only then its text and its calls can be told apart.
+here and is ignored. A message of the assistant at the end, which the API calls a prefill, is
+refused: the answer would continue a text that the policy did not sample. Tools and content blocks
+that Anthropic's servers run or read (web search, documents, files) are refused. The events of a
+stream are sent when the turn is complete, because only then its text and its calls can be told
+apart.
+
+A request may name an earlier answer of the session and send only what follows it: the field
+`thread`, which the SDK's tool runner uses. It inherits `system` and `tools`.
 """
 
 from __future__ import annotations
@@ -113,6 +117,11 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class _Thread(msgspec.Struct):
+    type: Literal["create", "continue"]
+    previous_message_id: str = ""
+
+
 class _Body(msgspec.Struct):
     messages: list[_Message]
     model: str = ""
@@ -122,6 +131,7 @@ class _Body(msgspec.Struct):
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    thread: _Thread | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
@@ -188,7 +198,10 @@ class AnthropicMessages:
         message = error.message
         if error.kind is ErrorKind.context_length:  # clients look for these words
             message = f"prompt is too long: {message}"
-        return status, {"type": "error", "error": {"type": kind, "message": message}}
+        content: dict[str, Any] = {"type": kind, "message": message}
+        if error.kind is ErrorKind.not_found:  # the SDK then sends the whole conversation
+            content["details"] = {"error_code": "thread_not_found"}
+        return status, {"type": "error", "error": content}
 
     def render_error_event(self, error: GatewayError) -> bytes:
         """Return the event at which the SDK raises an `APIStatusError`."""
@@ -206,6 +219,15 @@ def _chat_request(body: _Body) -> ChatRequest:
     texts = [block for block in texts if not block.text.startswith(_BILLING_HEADER)]
     if texts:
         system.append({"role": "system", "content": _parts(texts, "system")})
+    previous_id = ""
+    if body.thread is not None and body.thread.type == "continue":
+        previous_id = body.thread.previous_message_id.removeprefix("msg_")
+        if not previous_id or system or body.tools:
+            raise invalid_request(
+                "thread",
+                body.thread.previous_message_id,
+                "the id of a message, and neither system nor tools, which a thread keeps",
+            )
     return ChatRequest(
         messages=(*system, *_messages(body.messages)),
         tools=tuple(
@@ -217,6 +239,8 @@ def _chat_request(body: _Body) -> ChatRequest:
         model=body.model,
         options={},
         warnings=_warnings(body),
+        previous_answer_id=previous_id,
+        inherits_tools=bool(previous_id),
     )
 
 
