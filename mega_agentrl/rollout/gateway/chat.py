@@ -7,6 +7,7 @@ of `types.records.Message`; those of the assistant may have `tool_calls`, a list
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -63,6 +64,17 @@ def invalid_request(key: str, got: object, expected: str) -> GatewayError:
     shown = repr(got)
     shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
     return GatewayError(ErrorKind.invalid_request, f"{key}: got {shown}, expected {expected}")
+
+
+def make_call_id(answer: int, index: int) -> str:
+    """Return the id of a call, from the number of its answer in the session."""
+    return f"call_{answer}_{index}"
+
+
+def answer_of_call(call_id: str) -> str:
+    """Return what the ids of the calls of one answer have in common; empty for other ids."""
+    match = re.fullmatch(r"(call_\d+)_\d+", call_id)
+    return match[1] if match else ""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

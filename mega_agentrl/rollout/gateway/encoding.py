@@ -66,13 +66,17 @@ class BlockEncoder:
         Raises:
             GatewayError: the chat template cannot render it.
         """
-        blocks = [
-            f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}"
-            "\n</tool_call>"
-            for call in calls
-        ]
-        text = "\n".join(part for part in (content_text(content), *blocks) if part)
-        return self._locate([], lambda: self._codec.encode_assistant_turn(text))[0]
+
+        def encode() -> list[int]:
+            blocks = [
+                f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}"
+                "\n</tool_call>"
+                for call in calls
+            ]
+            text = "\n".join(part for part in (content_text(content), *blocks) if part)
+            return self._codec.encode_assistant_turn(text)
+
+        return self._locate([], encode)[0]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens."""
@@ -116,7 +120,7 @@ class BlockEncoder:
             token_ids = encode()
             images = image_parts(messages)
             placed = self._images.locate(token_ids, images) if self._images and images else ()
-        except (TemplateError, TypeError, ValueError, ToolSessionError) as error:
+        except (TemplateError, TypeError, ValueError, RecursionError, ToolSessionError) as error:
             raise GatewayError(
                 ErrorKind.invalid_request,
                 f"messages: the model's chat template cannot render them: {error}; probable "

@@ -25,6 +25,7 @@ from mega_agentrl.rollout.gateway.chat import (
     ChatAnswer,
     ErrorKind,
     GatewayError,
+    make_call_id,
 )
 from mega_agentrl.rollout.gateway.encoding import BlockEncoder
 from mega_agentrl.rollout.generation.interruptible import merge_generations
@@ -507,7 +508,7 @@ class AgentSession:
             reasoning=parts.reasoning,
             content=parts.content,
             tool_calls=tuple(
-                (f"call_{number}_{index}", call) for index, call in enumerate(parts.calls)
+                (make_call_id(number, index), call) for index, call in enumerate(parts.calls)
             ),
             finish=finish,
             stop_string=generation.stop_string if generation else None,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from mega_agentrl.rollout.gateway import server
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.types.errors import EngineLostError
 from mega_agentrl.types.records import Role, StopReason
@@ -214,6 +217,29 @@ async def test_engine_failures_without_end_are_the_servers_error(codec, make_cli
     assert session.stop_reason is StopReason.aborted
 
 
+async def test_events_that_keep_a_stream_open_are_ignored(codec, make_client, monkeypatch):
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.02)
+    async with open_scripted_session(codec, TURNS) as (url, key, session, script):
+        wait_first(script)
+        client = make_client(url, key)
+        await run_tools(client, client.stream)
+        check_one_context(codec, session, TURNS)
+
+
+async def test_engine_failure_during_a_stream_is_an_error_of_the_sdk(
+    codec, make_client, monkeypatch
+):
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.02)
+    async with open_scripted_session(codec, TURNS) as (url, key, session, script):
+        fail_once(script)
+        wait_first(script)
+        client = make_client(url, key)
+        with pytest.raises(client.errors.APIError, match="engine 0 died"):
+            await client.stream([QUESTION])
+        await run_tools(client, client.stream)
+        check_one_context(codec, session, TURNS)
+
+
 def count_requests(session, *first_errors):
     """A list that gets the messages of each request; the first requests get these errors."""
     requests, errors = [], list(first_errors)
@@ -238,3 +264,15 @@ def fail_once(script):
         raise EngineLostError("engine 0 died")
 
     script.generate = failing
+
+
+def wait_first(script):
+    """The next call of an engine waits."""
+    generate = script.generate
+
+    async def waiting(request):
+        script.generate = generate
+        await asyncio.sleep(0.1)
+        return await generate(request)
+
+    script.generate = waiting

@@ -34,6 +34,19 @@ async def test_previous_response_is_continued_by_its_id(codec):
     assert second.previous_response_id == first.id
 
 
+async def test_outputs_between_parallel_calls_stay_in_one_context(codec):
+    async with open_scripted_session(codec, TURNS) as (url, key, session, _):
+        client = ResponsesClient(url, key)
+        history = [{"role": "user", "content": "How much is it?"}]
+        first = await client.ask(history)
+        outputs = client.tool_results(first, ["3", "7"])
+        *front, one, two = first.items
+        history += [*front, one, outputs[0], two, outputs[1]]
+        second = await client.ask(history)
+        await client.ask([*history, *second.items, {"role": "user", "content": "Thank you."}])
+        check_one_context(codec, session, TURNS)
+
+
 async def test_instructions_are_not_inherited_from_the_previous_response(codec):
     async with open_scripted_session(codec, ["One.", "Two.", "Three."]) as (url, key, session, _):
         responses = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key).responses

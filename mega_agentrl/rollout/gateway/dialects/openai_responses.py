@@ -27,6 +27,7 @@ from mega_agentrl.rollout.gateway.chat import (
     ChatRequest,
     ErrorKind,
     GatewayError,
+    answer_of_call,
     invalid_request,
 )
 from mega_agentrl.rollout.gateway.dialects.base import (
@@ -234,39 +235,67 @@ def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages of an input; the items of one turn of the assistant are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[Message] = []
-    tool_names: dict[str, str] = {}
-    position = 0
+    conversation = _Conversation()
     for index, value in enumerate(items):
         key = f"input[{index}]"
         head = convert_item(value, _ItemHead, key)
         if head.type == "function_call_output":
-            messages.append(_tool_message(convert_item(value, _OutputItem, key), key, tool_names))
-        elif head.type == "message" and head.role != "assistant":
-            messages.append(_input_message(convert_item(value, _MessageItem, key), key))
-        elif head.type in _TURN_ORDER:
-            is_open = messages and messages[-1]["role"] == "assistant"
-            # A turn has at most one message, and nothing but calls after a call.
-            previous, position = position, _TURN_ORDER[head.type]
-            if not is_open or previous > position or previous == position == 1:
-                messages.append({"role": "assistant", "content": "", "tool_calls": ()})
-            _extend_turn(messages[-1], head.type, value, key, tool_names)
+            conversation.add_output(convert_item(value, _OutputItem, key), key)
+        elif head.type == "function_call":
+            conversation.add_call(convert_item(value, _CallItem, key))
+        elif head.type == "reasoning":
+            conversation.open_turn(head.type)
+        elif head.type == "message" and head.role == "assistant":
+            content = convert_item(value, _MessageItem, key).content
+            turn = conversation.open_turn(head.type)
+            turn["content"] = _parts(content, f"{key}.content", has_images=False)
+        elif head.type == "message":
+            message = _input_message(convert_item(value, _MessageItem, key), key)
+            conversation.messages.append(message)
         else:
             raise invalid_request(f"{key}.type", head.type, "a message, or a call of a function")
-    return messages
+    return conversation.messages
 
 
-def _extend_turn(
-    turn: Message, kind: str, value: Mapping[str, Any], key: str, tool_names: dict[str, str]
-) -> None:
-    """Add an item to a message of the assistant; reasoning adds nothing."""
-    if kind == "message":
-        content = convert_item(value, _MessageItem, key).content
-        turn["content"] = _parts(content, f"{key}.content", has_images=False)
-    elif kind == "function_call":
-        call = convert_item(value, _CallItem, key)
-        tool_names[call.call_id] = call.name
+class _Conversation:
+    """Messages of an input, made item by item."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self._last_kind = ""
+        self._tool_names: dict[str, str] = {}
+        self._turn_by_answer: dict[str, Message] = {}
+
+    def open_turn(self, kind: str) -> Message:
+        """Return the assistant's message that an item of this kind belongs to.
+
+        A turn has at most one message, and nothing but calls after a call.
+        """
+        is_open = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        previous, position = _TURN_ORDER.get(self._last_kind, 0), _TURN_ORDER[kind]
+        self._last_kind = kind
+        if not is_open or previous > position or (kind == "message" and previous == position):
+            self.messages.append({"role": "assistant", "content": "", "tool_calls": ()})
+        return self.messages[-1]
+
+    def add_call(self, call: _CallItem) -> None:
+        """Add a call. Clients may send the output of a parallel call before the next call."""
+        self._tool_names[call.call_id] = call.name
+        answer = answer_of_call(call.call_id)
+        turn = self._turn_by_answer.get(answer)
+        if turn is None:
+            turn = self.open_turn("function_call")
         turn["tool_calls"] += (make_call(call.name, call.arguments),)
+        if answer:
+            self._turn_by_answer[answer] = turn
+
+    def add_output(self, item: _OutputItem, key: str) -> None:
+        """Add the output of a call."""
+        message: Message = {"role": "tool", "content": _parts(item.output, f"{key}.output")}
+        name = item.name or self._tool_names.get(item.call_id or "")
+        if name:
+            message["name"] = name
+        self.messages.append(message)
 
 
 def _input_message(item: _MessageItem, key: str) -> Message:
@@ -274,14 +303,6 @@ def _input_message(item: _MessageItem, key: str) -> Message:
     if role not in ("system", "user"):
         raise invalid_request(f"{key}.role", item.role, "user, system, developer or assistant")
     return {"role": role, "content": _parts(item.content, f"{key}.content")}
-
-
-def _tool_message(item: _OutputItem, key: str, tool_names: Mapping[str, str]) -> Message:
-    message: Message = {"role": "tool", "content": _parts(item.output, f"{key}.output")}
-    name = item.name or tool_names.get(item.call_id or "")
-    if name:
-        message["name"] = name
-    return message
 
 
 def _parts(
