@@ -66,11 +66,6 @@ class _Part(msgspec.Struct):
     image_url: str | None = None
 
 
-class _ItemHead(msgspec.Struct):
-    type: str = "message"
-    role: str | None = None
-
-
 class _MessageItem(msgspec.Struct):
     role: str
     content: str | list[_Part]
@@ -238,22 +233,22 @@ def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     conversation = _Conversation()
     for index, value in enumerate(items):
         key = f"input[{index}]"
-        head = convert_item(value, _ItemHead, key)
-        if head.type == "function_call_output":
+        kind = value.get("type", "message")
+        if kind == "function_call_output":
             conversation.add_output(convert_item(value, _OutputItem, key), key)
-        elif head.type == "function_call":
+        elif kind == "function_call":
             conversation.add_call(convert_item(value, _CallItem, key))
-        elif head.type == "reasoning":
-            conversation.open_turn(head.type)
-        elif head.type == "message" and head.role == "assistant":
+        elif kind == "reasoning":
+            conversation.open_turn(kind)
+        elif kind == "message" and value.get("role") == "assistant":
             content = convert_item(value, _MessageItem, key).content
-            turn = conversation.open_turn(head.type)
+            turn = conversation.open_turn(kind)
             turn["content"] = _parts(content, f"{key}.content", has_images=False)
-        elif head.type == "message":
+        elif kind == "message":
             message = _input_message(convert_item(value, _MessageItem, key), key)
             conversation.messages.append(message)
         else:
-            raise invalid_request(f"{key}.type", head.type, "a message, or a call of a function")
+            raise invalid_request(f"{key}.type", kind, "a message, or a call of a function")
     return conversation.messages
 
 
