@@ -15,7 +15,7 @@ from tests.fakes import make_context
 from tests.rollout.chat_run import make_kit, prompt_for
 
 
-def make_session_scope(codec, generator, *, kit=None, max_model_len=10_000, **options):
+def make_session_scope(codec, generator, *, kit=None, images=None, max_model_len=10_000, **options):
     """The scope of a root over real tools and a template; `options` are of `rollout.*`."""
     kit = kit or make_kit(codec)
     defaults = {
@@ -31,6 +31,7 @@ def make_session_scope(codec, generator, *, kit=None, max_model_len=10_000, **op
         tools=kit,
         codec=codec,
         max_model_len=max_model_len,
+        images=images,
     )
     prompt = prompt_for(codec, kit)
     spans = TrajectorySpans(None, prompt, "p0/0/0", 0, None)
