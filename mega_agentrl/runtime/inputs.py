@@ -205,9 +205,7 @@ def load_user_code(config: TrainConfig) -> UserCode:
     names += [tool.name for server in mcp_servers for tool in server.tools]
     interactions = load_interaction_registry(config.rollout.interaction_config_file, names)
     agents = load_agent(config.rollout.agent)
-    return UserCode(
-        tools=tools, mcp_servers=mcp_servers, interactions=interactions, agents=agents
-    )
+    return UserCode(tools=tools, mcp_servers=mcp_servers, interactions=interactions, agents=agents)
 
 
 def _read_tables(config: TrainConfig) -> _DataTables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 from dataclasses import replace
@@ -56,7 +57,7 @@ async def adding_agent(prompt, base_url, api_key, note=None):
 
 
 async def grow(codec, agent, *, policy=None, kit=None, options=None, timeout_s=20.0, **config):
-    """The tree of one prompt, sampled by an agent."""
+    """The tree of one prompt, sampled by an agent, a function or a whole one."""
     kit = kit or make_kit(codec)
     defaults = {
         "group_size": 2,
@@ -67,9 +68,9 @@ async def grow(codec, agent, *, policy=None, kit=None, options=None, timeout_s=2
         "max_tool_calls": 20,
     }
     async with open_gateway() as gateway:
-        host = AgentHost(
-            agent=FunctionAgent(agent, options or {}), gateway=gateway, timeout_s=timeout_s
-        )
+        if inspect.isfunction(agent):
+            agent = FunctionAgent(agent, options or {})
+        host = AgentHost(agent=agent, gateway=gateway, timeout_s=timeout_s)
         context = make_context(
             RolloutConfig(**(defaults | config)),
             generator=policy or ChatPolicy(codec),
@@ -232,8 +233,9 @@ async def test_tools_answer_from_the_record_until_the_fork(codec):
 
     protocol = CallProtocol.hermes
     kit = ToolKit([add], control_tokens=codec.control_tokens, protocol=protocol)
-    policy = ChatPolicy(codec, call_rate=0.9)
-    tree = await grow(codec, adding_agent, policy=policy, kit=kit, **BRANCHING)
+    policy = ChatPolicy(codec, call_rate=0.8)
+    unlimited = {"max_turns": 1000, "max_response_tokens": 9000, "max_tool_calls": 1000}
+    tree = await grow(codec, adding_agent, policy=policy, kit=kit, **BRANCHING, **unlimited)
     assert tree.num_forks > 0
     num_own = sum(
         turn.role is Role.tool and turn.start >= trajectory.fork_len

@@ -1,0 +1,92 @@
+"""Agents that are commands: what they get, what ends them, and that they reach only the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.rollout.agents.command import CommandAgent
+from mega_agentrl.types.records import StopReason
+from tests.rollout.agents.test_runner import grow
+from tests.rollout.gateway.chat_policy import ChatPolicy
+
+ASK = """
+import json, os, sys, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({"model": "m", "messages": task["prompt"]}).encode()
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    body,
+    {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"},
+)
+answer = json.load(urllib.request.urlopen(request))
+print("noise")
+print(json.dumps({"length": len(answer["choices"][0]["message"]["content"] or "")}))
+"""
+
+
+def agent_of(program, **options):
+    return CommandAgent(command=[sys.executable, "-c", program], **options)
+
+
+async def run_agent(codec, agent, **options):
+    tree = await grow(codec, agent, policy=ChatPolicy(codec, call_rate=0), group_size=1, **options)
+    return tree.trajectories[0]
+
+
+async def test_command_reaches_the_gateway_and_returns_parts(codec):
+    trajectory = await run_agent(codec, agent_of(ASK, reads_reward=True))
+    assert trajectory.stop_reason is StopReason.eos
+    assert sum(trajectory.loss_mask) > 0
+    content = trajectory.response_text.rpartition("</think>")[2]
+    assert trajectory.tool_rewards == {"agent.length": float(len(content))}
+
+
+@pytest.mark.parametrize(
+    ("program", "stop_reason", "reason"),
+    [
+        ("import sys; sys.exit(3)", StopReason.agent_failure, "exit code 3"),
+        ("raise OSError('no key')", StopReason.agent_failure, "no key"),
+        ("import os; os.kill(os.getpid(), 9)", StopReason.agent_failure, "exit code 137"),
+        ("print('nonsense')", StopReason.agent_failure, "nonsense"),
+        ("while True: print('x' * 100_000)", StopReason.trajectory_timeout, "longer than"),
+        ("import time; time.sleep(1000)", StopReason.trajectory_timeout, "longer than"),
+    ],
+    ids=["exit code", "exception", "killed", "nonsense", "flood", "hangs"],
+)
+async def test_failed_command_is_a_failed_attempt(codec, program, stop_reason, reason):
+    timeout_s = 3.0 if stop_reason is StopReason.trajectory_timeout else 30.0
+    agent = agent_of(program, reads_reward=True)
+    trajectory = await run_agent(codec, agent, timeout_s=timeout_s)
+    assert trajectory.stop_reason is stop_reason
+    assert reason in trajectory.failure_reason
+
+
+async def test_command_has_no_network_but_the_gateway(codec):
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    connect = f"import socket; socket.create_connection(('127.0.0.1', {port}), 2)"
+    async with server:
+        trajectory = await run_agent(codec, agent_of(connect))
+        assert "ConnectionRefusedError" in trajectory.failure_reason
+        trusted = await run_agent(codec, agent_of(connect, isolation="none"))
+        assert trusted.stop_reason is StopReason.eos
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"command": "python agent.py"}, "rollout.agent.command"),
+        ({"command": []}, "rollout.agent.command"),
+        ({"command": ["x"], "network": "all"}, "rollout.agent.network"),
+        ({"command": ["x"], "read_only": ["/no/such/folder"]}, "rollout.agent.read_only"),
+    ],
+    ids=["text", "empty", "network", "folder"],
+)
+def test_bad_options_are_refused(options, key):
+    with pytest.raises(ConfigError) as caught:
+        CommandAgent(**options)
+    assert caught.value.key == key
