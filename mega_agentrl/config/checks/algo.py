@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.algo import AlgoConfig
 
-INFERENCE_TEMPLATE_KEY = "rollout.use_inference_chat_template"
 PAPER_ONLY = ("kl_window_factor", "target_rate", "kl_budget", "kl_budget_rate", "min_trajectories")
 """Settings of `algo.ares` that the published code does not have."""
 
@@ -56,12 +55,12 @@ def check_algo(config: TrainConfig) -> None:
 def _check_whole_trajectories(config: TrainConfig) -> None:
     """Check that rows are whole trajectories with one advantage each."""
     algo, with_loss = config.algo, f"with algo.loss={config.algo.loss}"
-    if config.rollout.use_inference_chat_template:
+    if source := config.rollout.source_of_contexts:
         raise ConfigError(
-            INFERENCE_TEMPLATE_KEY,
-            True,
-            f"false {with_loss}, which needs whole trajectories; the template splits them into "
-            "several rows",
+            source,
+            config.rollout.agent or True,
+            f"none {with_loss}, which needs whole trajectories; a trajectory with several contexts "
+            "is several rows",
             "the setting was chosen for another loss",
         )
     estimator = algo.estimator
@@ -91,12 +90,13 @@ def _check_whole_trajectories(config: TrainConfig) -> None:
 
 def _check_correction(config: TrainConfig) -> None:
     by_sequence = (RolloutCorrection.sequence_truncate, RolloutCorrection.sequence_mask)
-    if config.algo.rollout_correction in by_sequence and config.rollout.use_inference_chat_template:
+    source = config.rollout.source_of_contexts
+    if config.algo.rollout_correction in by_sequence and source:
         raise ConfigError(
             "algo.rollout_correction",
             config.algo.rollout_correction,
-            f"a correction by token, or none, with {INFERENCE_TEMPLATE_KEY}=True, where a "
-            "trajectory is several rows, each with its own weight",
+            f"a correction by token, or none, with {source}, where a trajectory may be several "
+            "rows, each with its own weight",
             "only one of the two was changed",
         )
 

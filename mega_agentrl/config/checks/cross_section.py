@@ -33,6 +33,7 @@ from mega_agentrl.config.checks.parallel import (
     read_model_size,
 )
 from mega_agentrl.config.checks.rollout import (
+    check_agent,
     check_branching,
     check_groups,
     check_inference_template,
@@ -61,6 +62,7 @@ def check_config(config: TrainConfig) -> None:
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
     check_groups(config)
     check_branching(config)
+    check_agent(config)
     check_inference_template(config)
     if config.algo.needs_critic and (has_experts(model) or has_images(model)):
         trait = "has experts" if has_experts(model) else "sees images"

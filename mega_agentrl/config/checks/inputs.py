@@ -87,12 +87,12 @@ def check_data(config: TrainConfig) -> None:
         )
     if data.prompt_template:
         _check_file_exists("data.prompt_template", data.prompt_template)
-    if data.truncation in _CUTTING_MODES and config.rollout.use_inference_chat_template:
+    source = config.rollout.source_of_contexts
+    if data.truncation in _CUTTING_MODES and source:
         raise ConfigError(
             "data.truncation",
             data.truncation,
-            "error or drop with rollout.use_inference_chat_template=True, which renders all "
-            "messages at every turn",
+            f"error or drop with {source}, which renders all messages of the prompt",
             "only one of the two was changed",
         )
 

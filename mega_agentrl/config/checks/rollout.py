@@ -75,12 +75,9 @@ def _length_conflicts(config: TrainConfig, max_positions: int) -> list[ConfigErr
             )
         )
     row, what = prompt + response, f"{longest}, the longest trajectory{shared}"
-    if config.rollout.use_inference_chat_template:
+    if source := config.rollout.source_of_contexts:
         row = max(row, limit)
-        what = (
-            f"engine.max_model_len={row}{shared} with "
-            "rollout.use_inference_chat_template=True, whose sequences may be that long"
-        )
+        what = f"engine.max_model_len={row}{shared} with {source}, whose sequences may be that long"
     if row > budget * context:
         conflicts.append(
             ConfigError(
@@ -107,7 +104,7 @@ def fitting_lengths(config: TrainConfig, max_positions: int) -> dict[str, int]:
             prompt = max_positions - response
         response = max_positions - prompt
     limit = min(max(config.engine.max_model_len, prompt + response), max_positions)
-    row = limit if config.rollout.use_inference_chat_template else prompt + response
+    row = limit if config.rollout.source_of_contexts else prompt + response
     budget = max(config.optim.micro_batch_tokens, ceil(row / config.parallel.context))
     fitting = {
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, prompt),
@@ -211,15 +208,39 @@ def check_inference_template(config: TrainConfig) -> None:
     A mean over rows would weight a trajectory by its number of turns. `check_lengths` checks that
     a micro-batch holds such a row, which may be as long as the engine's context.
     """
-    if not config.rollout.use_inference_chat_template:
+    source = config.rollout.source_of_contexts
+    if not source:
         return
     if config.algo.loss_aggregation is not LossAggregation.token_mean:
         raise ConfigError(
             "algo.loss_aggregation",
             config.algo.loss_aggregation,
-            "token_mean with rollout.use_inference_chat_template=True, where a trajectory is "
-            "several sequences",
+            f"token_mean with {source}, where a trajectory may be several sequences",
             _ONE_OF_TWO,
+        )
+
+
+def check_agent(config: TrainConfig) -> None:
+    """Raise a `ConfigError` for settings of the native loop that `rollout.agent` cannot keep."""
+    rollout = config.rollout
+    if not rollout.agent:
+        return
+    required = {
+        "call_protocol": (CallProtocol.hermes, "agents get calls as JSON (rollout=hermes)"),
+        "interaction_config_file": ("", "the agent itself talks to its users"),
+        "partial_rollout": (False, "an agent cannot be paused between two steps"),
+        "use_inference_chat_template": (False, "the agent sends the history that it wants"),
+    }
+    for key, (expected, cause) in required.items():
+        got = getattr(rollout, key)
+        if got != expected:
+            raise ConfigError(f"rollout.{key}", got, f"{expected!r} with rollout.agent", cause)
+    if rollout.branching in (Branching.released, Branching.at2po):
+        raise ConfigError(
+            "rollout.branching",
+            rollout.branching,
+            "a rule that forks while the trajectory runs, such as after_result, with rollout.agent",
+            "the rule starts forks in rounds, or from trajectories that have ended",
         )
 
 

@@ -185,6 +185,13 @@ class RolloutConfig(GroupSelectionConfig):
         )
 
     @property
+    def source_of_contexts(self) -> str:
+        """Setting by which a trajectory may have several contexts; empty if it has one."""
+        if self.agent:
+            return "rollout.agent"
+        return "rollout.use_inference_chat_template" if self.use_inference_chat_template else ""
+
+    @property
     def has_user_branching(self) -> bool:
         """Whether the branching rule is a user class."""
         return is_user_code(self.branching)

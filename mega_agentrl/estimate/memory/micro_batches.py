@@ -41,7 +41,7 @@ class MicroBatchBounds:
 
 def max_row_tokens(config: TrainConfig) -> int:
     """Return the number of tokens of the longest possible trajectory."""
-    if config.rollout.use_inference_chat_template:
+    if config.rollout.source_of_contexts:
         return config.engine.max_model_len
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
@@ -94,4 +94,4 @@ def _prompts_per_minibatch(config: TrainConfig) -> float:
 
 def _rows_per_tree(config: TrainConfig) -> int:
     rollout = config.rollout
-    return rollout.group_size * (rollout.max_turns if rollout.use_inference_chat_template else 1)
+    return rollout.group_size * (rollout.max_turns if rollout.source_of_contexts else 1)

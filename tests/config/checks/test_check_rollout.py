@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.config.checks.rollout import check_lengths, check_staleness
-from mega_agentrl.config.enums import RolloutCorrection
+from mega_agentrl.config.checks.rollout import check_agent, check_lengths, check_staleness
+from mega_agentrl.config.enums import Branching, CallProtocol, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.schema import TrainConfig
 from tests.config.refusals import refused, refused_setting
@@ -112,3 +112,26 @@ def test_the_values_that_fit_pass(sizes, context, max_positions, by_turn):
     except ConfigError as error:
         set_lengths(config, error.solution)
     check_lengths(config, max_positions)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("call_protocol", CallProtocol.tags),
+        ("interaction_config_file", "users.yaml"),
+        ("partial_rollout", True),
+        ("use_inference_chat_template", True),
+        ("branching", Branching.at2po),
+        ("branching", Branching.released),
+    ],
+    ids=["tags", "users", "pauses", "template", "expansions", "rounds"],
+)
+def test_agent_excludes_settings_of_the_native_loop(key, value):
+    config = TrainConfig()
+    config.rollout.agent = {"_target_": "agent.py:run"}
+    config.rollout.call_protocol = CallProtocol.hermes
+    check_agent(config)
+    setattr(config.rollout, key, value)
+    assert refused_setting(check_agent, config) == (f"rollout.{key}", value)
+    config.rollout.agent = {}
+    check_agent(config)
