@@ -27,6 +27,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
@@ -285,6 +286,7 @@ class _Launched:
         self._cgroup = cgroup
         self._uid_lease = uid_lease
         self._leads_group = group
+        self._release_lock = threading.Lock()
 
     def take_status_fd(self) -> int:
         """Return the read end of the status pipe, which the caller closes."""
@@ -305,12 +307,16 @@ class _Launched:
                 os.killpg(self.child.pid, signal.SIGKILL)
 
     def release(self) -> None:
-        """Release control group and user id of a command that has ended. Safe to call twice."""
-        if self._status_fd >= 0:
-            os.close(self.take_status_fd())
-        self._cgroup.close()
-        if self._uid_lease is not None:
-            self._uid_lease.close()
+        """Release control group and user id of a command that has ended.
+
+        Safe to call twice, and from several threads.
+        """
+        with self._release_lock:
+            if self._status_fd >= 0:
+                os.close(self.take_status_fd())
+            self._cgroup.close()
+            if self._uid_lease is not None:
+                self._uid_lease.close()
 
 
 class _TailProtocol(asyncio.Protocol):

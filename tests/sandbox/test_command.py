@@ -156,8 +156,7 @@ async def test_kill_ends_what_the_command_started(isolation):
     code, name = named("import time; time.sleep(300)")
     async with running(*starting(code), isolation=isolation) as process:
         await asyncio.to_thread(wait_until_running, name)
-        await process.kill()
-        await process.kill()
+        await asyncio.gather(process.kill(), process.wait(), process.kill())
         assert process.returncode == 128 + signal.SIGKILL
     assert not pids_named(name)
 

@@ -1,5 +1,7 @@
 """The preflight makes the example calls of the user's tools, and says which of them fail."""
 
+from pathlib import Path
+
 import pytest
 
 from mega_agentrl.config.errors import ConfigError
@@ -144,6 +146,13 @@ def test_two_tools_of_one_name_are_refused(call):
 def test_a_tool_with_the_name_of_a_built_in_tool_is_refused(call):
     with pytest.raises(ConfigError, match=r"entry 2, class_name='mine\.py:Python'.*PythonTool"):
         call("double", "Python")
+
+
+def test_the_tools_of_mcp_servers_are_listed():
+    path = Path(__file__).parents[2] / "examples" / "mcp.json"
+    calls, problems, notes = call_user_tools(TrainConfig(tool=ToolConfig(mcp=str(path))))
+    assert (calls, problems, len(notes)) == ([], [], 1)
+    assert "shop" in notes[0] and "add_to_basket, total_price" in notes[0]
 
 
 def test_an_mcp_server_that_does_not_start_is_refused(tmp_path):

@@ -43,7 +43,7 @@ class ExampleCall:
 def call_user_tools(
     config: TrainConfig,
 ) -> tuple[list[ExampleCall], list[PreflightProblem], list[str]]:
-    """Return all example calls, those that failed as problems, and notes on tools without any.
+    """Return all example calls, those that failed as problems, and notes on other tools.
 
     Raises:
         ValueError: A tool, a reward function or a simulated user cannot be loaded, or two of them
@@ -53,7 +53,11 @@ def call_user_tools(
     notes: list[str] = []
     if sys.modules.get("torch", sys) is None:
         del sys.modules["torch"]  # the user's code may import it
-    for tool in load_user_code(config).tools:
+    user_code = load_user_code(config)
+    for server in user_code.mcp_servers:
+        names = ", ".join(tool.name for tool in server.tools)
+        notes.append(f"tool.mcp: the server {server.config.name} has the tools {names}")
+    for tool in user_code.tools:
         examples = validated_schema(tool, f"tool {tool.name}").examples
         if not examples:
             notes.append(f"tool {tool.name} was not called: its parameters have no `examples`")

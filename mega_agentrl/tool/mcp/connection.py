@@ -79,8 +79,9 @@ class McpConnection:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await ready
         except TimeoutError as error:
+            self._loss = f"no handshake within {START_TIMEOUT_S:g} s"
             await self.close()
-            raise self._error(f"no handshake within {START_TIMEOUT_S:g} s") from error
+            raise self._error(self._loss) from error
         except BaseException:
             await self.close()
             raise
