@@ -181,6 +181,7 @@ class SandboxedProcess:
     async def connect(self) -> None:
         """Open the pipes and wait until the command runs; raises `CommandStartError`."""
         child = self._launched.child
+        self._launched.has_connected_pipes = True
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stderr is not None
@@ -239,9 +240,7 @@ class SandboxedProcess:
 
     def kill_now(self) -> None:
         """Kill from synchronous code, also after the event loop has ended. Safe to call twice."""
-        self._launched.kill()
-        kill_child(self._launched.child)
-        self._launched.release()
+        self._launched.end()
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -287,6 +286,8 @@ class _Launched:
         self._uid_lease = uid_lease
         self._leads_group = group
         self._release_lock = threading.Lock()
+        self.has_connected_pipes = False
+        """Whether the event loop closes the pipes."""
 
     def take_status_fd(self) -> int:
         """Return the read end of the status pipe, which the caller closes."""
@@ -300,6 +301,12 @@ class _Launched:
             with contextlib.suppress(ProcessLookupError):
                 self.child.kill()
 
+    def end(self) -> None:
+        """Kill the command, wait until it has ended, and release what it used."""
+        self.kill()
+        kill_child(self.child)
+        self.release()
+
     def kill_group(self) -> None:
         """Kill the process group of a command without isolation."""
         if self._leads_group and self.child.returncode is None:
@@ -312,6 +319,9 @@ class _Launched:
         Safe to call twice, and from several threads.
         """
         with self._release_lock:
+            for pipe in (self.child.stdin, self.child.stdout, self.child.stderr):
+                if pipe is not None and not self.has_connected_pipes:
+                    pipe.close()
             if self._status_fd >= 0:
                 os.close(self.take_status_fd())
             self._cgroup.close()
@@ -346,10 +356,7 @@ def _executor() -> ThreadPoolExecutor:
 
 def _end_abandoned(launching: asyncio.Future[_Launched]) -> None:
     if not launching.cancelled() and launching.exception() is None:
-        launched = launching.result()
-        launched.kill()
-        kill_child(launched.child)
-        launched.release()
+        _executor().submit(launching.result().end)  # in a thread, because it may wait
 
 
 def _launch(command: SandboxedCommand) -> _Launched:
