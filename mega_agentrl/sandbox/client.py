@@ -15,7 +15,8 @@ import socket
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ from mega_agentrl.sandbox.uid_lease import lease_uid
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from mega_agentrl.sandbox.cgroup import Cgroup
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
@@ -74,6 +77,9 @@ class SandboxResult:
     """Whether the state of a session's earlier calls was lost before this call began."""
 
 
+ReadOutcome = Callable[[dict[str, Any], float], tuple[ToolStatus, str]]
+
+
 class CancelToken:
     """Lets any thread cancel one call before, while or after it runs."""
 
@@ -97,24 +103,67 @@ class CancelToken:
             return not self.cancelled
 
 
-class GuestConnection:
-    """One channel to the guest, which runs one call at a time."""
+def read_python_outcome(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStatus, str]:
+    """Return the status and output of a Python call from the event of its end.
 
-    def __init__(self, channel: Channel) -> None:
+    The output is the standard output if the code succeeded, else its error text. Long output is
+    cut: the end of standard output, the beginning of an error text.
+    """
+    if reply["end"] != "exit":
+        return read_limit_outcome(reply["end"], timeout_s)
+    code = reply["code"]
+    stdout, stderr = reply["stdout"].strip(), reply["stderr"].strip()
+    if code == 0:
+        num_dropped = reply["num_dropped_bytes"]
+        note = f"\n[{num_dropped} more bytes cut]" if num_dropped else ""
+        output, num_cut = stdout + note, len(stdout + note) - MAX_OUTPUT_CHARS
+        if num_cut > 0:
+            output = f"{output[:MAX_OUTPUT_CHARS]}\n[{num_cut} more characters cut]"
+        return ToolStatus.ok, output
+    if code < 0 and not stderr:
+        stderr = f"Killed by signal {-code} ({signal.strsignal(-code) or 'unknown'})."
+    num_cut = len(stderr) - MAX_OUTPUT_CHARS
+    if num_cut > 0:
+        stderr = f"[{num_cut} characters cut]\n{stderr[-MAX_OUTPUT_CHARS:]}"
+    return ToolStatus.user_error, stderr
+
+
+def read_limit_outcome(end: str, timeout_s: float) -> tuple[ToolStatus, str]:
+    """Return the status and output of a call that hit a limit or was cancelled."""
+    if end == "timeout":
+        return ToolStatus.timeout, f"Timed out after {timeout_s:g} s."
+    if end == "cpu":
+        return ToolStatus.timeout, "Timed out: the limit of CPU time was reached."
+    return ToolStatus.infra_error, "The call was cancelled."
+
+
+class GuestConnection:
+    """One channel to the guest, which runs one call at a time.
+
+    Args:
+        channel: The channel.
+        read_outcome: Returns the status and output of a call from the event of its end and its
+            timeout.
+    """
+
+    def __init__(self, channel: Channel, read_outcome: ReadOutcome) -> None:
         self._channel = channel
+        self._read_outcome = read_outcome
         self._send_lock = threading.Lock()
         self._call_lock = threading.Lock()  # the thread of a cancelled call may still be waiting
         self._call_id = 0
 
-    def call(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
-        """Run `code`.
+    def call(
+        self, code: str, timeout_s: float, cancel_token: CancelToken, kind: str = "default"
+    ) -> SandboxResult:
+        """Run `code`; `kind` is that of `guest.workspace.process`.
 
         Raises:
             RequestRefusedError: The code did not run.
             SandboxLostError: The sandbox is lost.
         """
         with self._call_lock:
-            return self._call_locked(code, timeout_s, cancel_token)
+            return self._call_locked(code, timeout_s, cancel_token, kind)
 
     def fork(self) -> GuestConnection:
         """Fork the session and return the connection to the fork.
@@ -131,18 +180,21 @@ class GuestConnection:
         except (RequestRefusedError, SandboxLostError):
             host_end.close()
             raise
-        return GuestConnection(_host_channel(host_end))
+        return GuestConnection(_host_channel(host_end), self._read_outcome)
 
     def prepare(self) -> None:
         """Let the session start its first interpreter; raises `SandboxLostError`."""
         self.send({"order": "prepare"})
 
-    def _call_locked(self, code: str, timeout_s: float, cancel_token: CancelToken) -> SandboxResult:
+    def _call_locked(
+        self, code: str, timeout_s: float, cancel_token: CancelToken, kind: str
+    ) -> SandboxResult:
         start_time = time.monotonic()
         self._call_id += 1
         if not cancel_token.bind(self, self._call_id):
             raise RequestRefusedError("the call was cancelled")
-        self.send({"order": "run", "id": self._call_id, "code": code, "timeout_s": timeout_s})
+        order = {"id": self._call_id, "kind": kind, "code": code, "timeout_s": timeout_s}
+        self.send({"order": "run"} | order)
         if cancel_token.cancelled:  # its cancel message may have preceded the order
             self.send_cancel(self._call_id)
         # A session that was forked continues in a fork of its own, which is made now.
@@ -151,12 +203,10 @@ class GuestConnection:
         if reply["id"] != self._call_id:
             text = f"got the end of call {reply['id']}, expected {self._call_id}"
             raise SandboxLostError(text, may_have_run=True)
-        status, output = _parse_done_event(reply, timeout_s)
+        status, output = self._read_outcome(reply, timeout_s)
         latency_s = time.monotonic() - start_time
-        return _truncate_output(
-            SandboxResult(
-                status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
-            )
+        return SandboxResult(
+            status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
         )
 
     def send_cancel(self, call_id: int) -> None:
@@ -218,8 +268,14 @@ class GuestConnection:
 class Sandbox:
     """An isolated guest program with a warm interpreter.
 
-    The constructor starts the program and returns once the interpreter is warm. `total_memory_mib`
-    is the limit of the cgroup.
+    The constructor starts the program and returns once the interpreter is warm.
+
+    Args:
+        settings: Mode and limits.
+        total_memory_mib: Limit of the cgroup.
+        start_timeout_s: Time for the start.
+        layers: Folders of this machine by their mount points in the sandbox (`isolated_command`).
+        read_outcome: See `GuestConnection`.
 
     Raises:
         SandboxLostError: The guest did not start.
@@ -232,15 +288,19 @@ class Sandbox:
         *,
         total_memory_mib: int = 2048,
         start_timeout_s: float = 120.0,
+        layers: Mapping[str, str] | None = None,
+        read_outcome: ReadOutcome = read_python_outcome,
     ) -> None:
         self._settings = settings
+        self._layers = layers or {}
+        self._read_outcome = read_outcome
         self._total_memory_mib = total_memory_mib
         self.num_sessions = 0
         self._uid_lease = lease_uid() if settings.isolated else None
         self._cgroup = self._create_cgroup() if not settings.stateful else None
         self._log = tempfile.TemporaryFile()
         host_end, guest_end = socket.socketpair()
-        self.connection = GuestConnection(_host_channel(host_end, max_fds=1))
+        self.connection = GuestConnection(_host_channel(host_end, max_fds=1), read_outcome)
         try:
             with guest_end:
                 self._child = start_child(
@@ -283,7 +343,7 @@ class Sandbox:
             SandboxLostError: The sandbox is dead.
         """
         host_end, guest_end = socket.socketpair()
-        connection = GuestConnection(_host_channel(host_end))
+        connection = GuestConnection(_host_channel(host_end), self._read_outcome)
         try:
             with guest_end:
                 self.connection.send({"order": "open"}, (guest_end.fileno(),))
@@ -327,7 +387,10 @@ class Sandbox:
 
     def _command(self) -> list[str]:
         text = self._settings.to_json()
-        command = isolated_command(text) if self._settings.isolated else unisolated_command(text)
+        if self._settings.isolated:
+            command = isolated_command(text, self._layers)
+        else:
+            command = unisolated_command(text)
         procs_files = self._cgroup.procs_files if self._cgroup else []
         return pre_exec_command(
             command, user=self._uid_lease.uid if self._uid_lease else None, cgroups=procs_files
@@ -353,35 +416,3 @@ def _host_channel(host_end: socket.socket, *, max_fds: int = 0) -> Channel:
 def _pid_from_pidfd(pidfd: int) -> int:
     text = Path(f"/proc/self/fdinfo/{pidfd}").read_text(encoding="ascii")
     return int(text.partition("\nPid:")[2].split()[0])
-
-
-def _parse_done_event(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStatus, str]:
-    if reply["end"] == "timeout":
-        return ToolStatus.timeout, f"Timed out after {timeout_s:g} s."
-    if reply["end"] == "cpu":
-        return ToolStatus.timeout, "Timed out: the limit of CPU time was reached."
-    if reply["end"] == "cancelled":
-        return ToolStatus.infra_error, "The call was cancelled."
-    code = reply["code"]
-    stdout, stderr = reply["stdout"].strip(), reply["stderr"].strip()
-    if code == 0:
-        note = (
-            f"\n[{reply['num_dropped_bytes']} more bytes cut]" if reply["num_dropped_bytes"] else ""
-        )
-        return ToolStatus.ok, stdout + note
-    if code < 0 and not stderr:
-        stderr = f"Killed by signal {-code} ({signal.strsignal(-code) or 'unknown'})."
-    return ToolStatus.user_error, stderr
-
-
-def _truncate_output(result: SandboxResult) -> SandboxResult:
-    """Cut long output: the end of standard output, the beginning of an error text."""
-    limit = MAX_OUTPUT_CHARS
-    num_cut = len(result.output) - limit
-    if num_cut <= 0:
-        return result
-    if result.status is ToolStatus.ok:
-        output = f"{result.output[:limit]}\n[{num_cut} more characters cut]"
-    else:
-        output = f"[{num_cut} characters cut]\n{result.output[-limit:]}"
-    return replace(result, output=output)

@@ -62,6 +62,9 @@ _NETWORK_FILES = (
 _BIND_MARKER = "reach:"
 """Prefix of a path in the command that the sandbox's user may be unable to reach by itself."""
 
+_OWNED_MARKER = "owned:"
+"""Prefix of such a path whose owner the sandbox's user is to stand for."""
+
 _GUEST_ID = "1000"
 _CHECK_TIMEOUT_S = 20.0
 
@@ -112,14 +115,22 @@ def check_isolation(user: int | None = None) -> None:
         )
 
 
-def isolated_command(settings: str) -> list[str]:
+def isolated_command(settings: str, layers: Mapping[str, str] | None = None) -> list[str]:
     """Return the command that starts the guest program isolated, for `pre_exec_command`.
 
-    `settings` is `GuestSettings` as JSON.
+    Args:
+        settings: `GuestSettings` as JSON.
+        layers: For workspaces, folders of this machine by their mount points in the sandbox; an
+            empty path makes an empty folder. What belongs to a folder's owner belongs to the
+            sandbox's user there, who cannot write to it, but to a layer above it.
     """
+    mounts: list[str] = []
+    for target, folder in (layers or {}).items():
+        mounts += ["--ro-bind", f"{_OWNED_MARKER}{folder}", target] if folder else ["--dir", target]
     return [
         *_bwrap_command(),
         *_bind_guest_package(),
+        *mounts,
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
         *(interpreter_path(), "-I", "-B", "-c", _BOOTSTRAP.format(GUEST_PATH, "main"), settings),
@@ -178,11 +189,12 @@ def pre_exec_command(
     command: list[str], *, user: int | None = None, cgroups: Sequence[str] = ()
 ) -> list[str]:
     """Wrap `command` with `pre_exec`, which switches to `user` and joins `cgroups` first."""
-    marked_paths = [word for word in command if word.startswith(_BIND_MARKER)]
+    marked_paths = [word for word in command if word.startswith((_BIND_MARKER, _OWNED_MARKER))]
     request = {
         "cgroups": list(cgroups),
         "user": user,
-        "folders": [path.removeprefix(_BIND_MARKER) for path in marked_paths],
+        "folders": [path.partition(":")[2] for path in marked_paths],
+        "owned": [path.startswith(_OWNED_MARKER) for path in marked_paths],
         "command": [f"{{{marked_paths.index(w)}}}" if w in marked_paths else w for w in command],
     }
     program = str(Path(__file__).with_name("pre_exec.py"))
@@ -208,6 +220,11 @@ def _can_limit_tmpfs() -> bool:
 def _environment_variables() -> dict[str, str]:
     fixed = {"PATH": "/usr/bin:/bin", "HOME": "/tmp"} | _FIXED_VARIABLES
     return fixed | dict.fromkeys(_THREAD_COUNT_VARIABLES, "1")
+
+
+def shell_variables() -> dict[str, str]:
+    """Return the environment variables of a workspace's shell."""
+    return _environment_variables() | {"TERM": "dumb", "PAGER": "cat"}
 
 
 def _bwrap_command(*, shares_network: bool = False) -> list[str]:

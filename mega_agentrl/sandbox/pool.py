@@ -84,13 +84,7 @@ class SandboxPool:
             await self.close()
             if not isinstance(failures[0], SandboxLostError):
                 raise failures[0]
-            raise ValueError(
-                f"tool.python: a sandbox did not start ({failures[0]}); expected a warm "
-                "interpreter. Probable cause: nested user namespaces or (mode=stateful) ptrace or "
-                "seccomp user notification are not allowed here, or a module of "
-                f"tool.python.preload_modules={list(self._config.preload_modules)} "
-                "cannot be imported"
-            ) from failures[0]
+            raise self._start_error(failures[0]) from failures[0]
         with self._lock:
             self._idle += [result for result in results if isinstance(result, Sandbox)]
 
@@ -148,18 +142,22 @@ class SandboxPool:
         for group in tuple(self._session_groups):
             group.close()
 
+    def _start_error(self, failure: SandboxLostError) -> ValueError:
+        """Return the error of a pool whose sandboxes do not start."""
+        return ValueError(
+            f"tool.python: a sandbox did not start ({failure}); expected a warm "
+            "interpreter. Probable cause: nested user namespaces or (mode=stateful) ptrace or "
+            "seccomp user notification are not allowed here, or a module of "
+            f"tool.python.preload_modules={list(self._config.preload_modules)} "
+            "cannot be imported"
+        )
+
     def _check_and_configure(self) -> None:
         config = self._config
         isolated = config.isolation is not SandboxIsolation.none
         stateful = config.mode is PythonMode.stateful
         if isolated:
-            remove_stale_cgroups()
-            uid_lease = lease_uid()
-            try:
-                check_isolation(uid_lease.uid if uid_lease else None)
-            finally:
-                if uid_lease is not None:
-                    uid_lease.close()
+            check_machine()
         else:
             _logger.warning(
                 "tool.python.isolation=none: THE POLICY'S CODE RUNS WITHOUT ANY ISOLATION, with "
@@ -282,7 +280,7 @@ class SandboxPool:
     def _start_sandbox(self) -> Sandbox:
         if self._closed:
             raise SandboxLostError("the sandbox pool is closed", may_have_run=False)
-        sandbox = Sandbox(self._settings, total_memory_mib=self._config.total_memory_mib)
+        sandbox = self._make_sandbox()
         with self._lock:
             self._sandboxes.add(sandbox)
             closed = self._closed
@@ -290,11 +288,25 @@ class SandboxPool:
             sandbox.kill()
         return sandbox
 
+    def _make_sandbox(self) -> Sandbox:
+        return Sandbox(self._settings, total_memory_mib=self._config.total_memory_mib)
+
     def _discard(self, sandbox: Sandbox) -> None:
         sandbox.close()
         with self._lock:
             self._sandboxes.discard(sandbox)
             self._num_replaced += 1
+
+
+def check_machine() -> None:
+    """Raise `ValueError` if sandboxes cannot run here; remove what dead launchers have left."""
+    remove_stale_cgroups()
+    uid_lease = lease_uid()
+    try:
+        check_isolation(uid_lease.uid if uid_lease else None)
+    finally:
+        if uid_lease is not None:
+            uid_lease.close()
 
 
 def _close_abandoned_session(opening: asyncio.Future[SandboxSession]) -> None:

@@ -96,13 +96,21 @@ class SandboxSession:
         self._closed = False
         group.add_session()
 
-    async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
-        """Run `code`; errors of the code are in the result. Cancelling ends the call at once."""
+    async def run(
+        self, code: str, timeout_s: float | None = None, *, kind: str = "default"
+    ) -> SandboxResult:
+        """Run `code`; errors of the code are in the result. Cancelling ends the call at once.
+
+        Args:
+            code: What to run.
+            timeout_s: Limit of the call, by default that of the session.
+            kind: Kind of the call, for workspaces only (`guest.workspace.process`).
+        """
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         cancel_token = CancelToken()
         try:
             result: SandboxResult = await self._run_in_thread(
-                self._run_blocking, code, limit_s, cancel_token
+                self._run_blocking, code, limit_s, cancel_token, kind
             )
         except asyncio.CancelledError:
             cancel_token.cancel()
@@ -152,12 +160,12 @@ class SandboxSession:
         self._group.remove_session()
 
     def _run_blocking(
-        self, code: str, timeout_s: float, cancel_token: CancelToken
+        self, code: str, timeout_s: float, cancel_token: CancelToken, kind: str
     ) -> SandboxResult:
         if self._closed or self._failure_reason:
             return infra_error_result(self._failure_reason or "the session is closed")
         try:
-            result = self._connection.call(code, timeout_s, cancel_token)
+            result = self._connection.call(code, timeout_s, cancel_token, kind)
         except RequestRefusedError as error:
             return infra_error_result(str(error))
         except SandboxLostError as error:

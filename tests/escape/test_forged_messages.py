@@ -58,7 +58,7 @@ FORGED = {
     "no text": [frame(b"\xff\xfe\x00")],
     "too long": [struct.pack(">I", 0xFFFFFFFF) + b"x" * 1000],
     "orders": [
-        message_frame({"order": "run", "id": 1, "code": "1", "timeout_s": 9}),
+        message_frame({"order": "run", "id": 1, "kind": "default", "code": "1", "timeout_s": 9}),
         message_frame({"order": 0}),
     ],
     "half a frame": [struct.pack(">I", 4000) + b"{"],

@@ -213,7 +213,7 @@ def attack_a_session(stateful, draw):
     where = draw.randrange(4)
     code = CHANNEL + with_values(ATTACK, frames=frames, where=where)
     try:
-        order = {"order": "run", "id": 1, "code": code, "timeout_s": 5.0}
+        order = {"order": "run", "id": 1, "kind": "default", "code": code, "timeout_s": 5.0}
         session.send(order)
         assert session.receive(timeout_s=WAIT_S)["event"] == "started"
         assert session.receive(timeout_s=WAIT_S)["event"] == "done"

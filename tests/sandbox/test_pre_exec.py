@@ -18,6 +18,7 @@ needs_root = pytest.mark.skipif(not needs_dedicated_uid(), reason="only root swi
 def run(*prefix, **job):
     """`pre_exec` with this request, behind the command `prefix`."""
     job = {"cgroups": [], "user": None, "folders": []} | job
+    job = {"owned": [False] * len(job["folders"])} | job
     command = [*prefix, sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
     return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
@@ -51,6 +52,18 @@ def test_a_folder_closed_itself_is_named():
         done = run(user=60800, folders=[closed], command=["/bin/true"])
         assert done.returncode == EXIT_SETUP_FAILED
         assert f"{closed} cannot be read by the sandbox's user 60800" in done.stderr
+
+
+@needs_root
+def test_an_owned_folder_belongs_to_the_user_there_and_not_elsewhere():
+    with tempfile.TemporaryDirectory() as closed:
+        (Path(closed) / "note").write_text("hello", encoding="ascii")
+        (Path(closed) / "note").chmod(0o600)
+        script = 'stat -c "%u %g" "$1" "$1/note"; cat "$1/note"; stat -c "%u %g" "$2"'
+        command = ["/bin/sh", "-c", script, "x", "{0}", "/usr"]
+        done = run(user=60800, folders=[closed], owned=[True], command=command)
+        assert done.stdout == "60800 60800\n60800 60800\nhello0 0\n", done.stderr
+        assert (Path(closed) / "note").stat().st_uid == 0
 
 
 @needs_root

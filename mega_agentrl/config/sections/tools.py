@@ -49,6 +49,49 @@ class PythonToolConfig(Section, key="tool.python"):
 
 
 @dataclass
+class WorkspaceToolConfig(Section, key="tool.workspace"):
+    """The tools `bash` and `edit`, which act on a workspace of the trajectory that forks with it.
+
+    Fixed limits are 8000 characters of output, 1024 open files per process, 200000 files in what a
+    workspace writes, and 1 MiB of shell state.
+    """
+
+    root: str = ""
+    """Root file system: a folder that holds one, an OCI image (a folder with an `oci-layout`, or a
+    .tar file of one; unpacked with `skopeo` and `umoci`), or `host` for this machine's own /usr,
+    read-only. Empty disables the tools."""
+    folder: str = ""
+    """Project folder, for example a git repository, that appears writable at /workspace; it is
+    itself never changed. Empty for an empty /workspace."""
+    setup_command: str = ""
+    """Command that runs in every new workspace before the policy's first call; it must succeed.
+    Empty for none. A prompt's `create_kwargs` may have another one."""
+    reward_command: str = ""
+    """Command that gives a finished trajectory the reward 1.0 if it succeeds, else 0.0. It runs in
+    a new shell in the workspace. Empty for no reward. A prompt's `create_kwargs` may have another
+    one."""
+    num_workers: Annotated[int, Range(at_least=1, at_most=4096)] = 2
+    """Concurrent calls, and sandboxes that share the workspaces."""
+    timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 60.0
+    """Wall-clock limit of a call; also the CPU-time limit of each of its processes."""
+    reward_timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 300.0
+    """Limit of the setup command, and of the reward command, which gives 0.0 if it is exceeded."""
+    memory_limit_mib: Annotated[int, Range(at_least=64, at_most=16_777_216, unit="MiB")] = 4096
+    """Memory of all processes and written files of a trajectory and its forks together, where a
+    control group can be created; else the address space of each process."""
+    disk_limit_mib: Annotated[int, Range(at_least=1, at_most=16_777_216, unit="MiB")] = 1024
+    """Size of what a workspace writes, in memory, /tmp and /dev/shm included; also the largest
+    file."""
+    num_processes: Annotated[int, Range(at_least=8, at_most=32_768)] = 256
+    """Processes and threads of a workspace."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the run has the tools."""
+        return bool(self.root)
+
+
+@dataclass
 class SearchToolConfig(Section, key="tool.search"):
     """Search in a local corpus, a retrieval server or a web-search API."""
 
@@ -170,6 +213,8 @@ class ToolConfig(Section, key="tool"):
     share it."""
     python: PythonToolConfig = field(default_factory=PythonToolConfig)
     """Python interpreter."""
+    workspace: WorkspaceToolConfig = field(default_factory=WorkspaceToolConfig)
+    """Shell and file editor in a workspace."""
     search: SearchToolConfig = field(default_factory=SearchToolConfig)
     """Search."""
     browse: BrowseToolConfig = field(default_factory=BrowseToolConfig)

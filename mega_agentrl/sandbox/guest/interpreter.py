@@ -30,6 +30,7 @@ import base64
 import contextlib
 import errno
 import fcntl
+import itertools
 import math
 import os
 import resource
@@ -74,20 +75,13 @@ def run_interpreter(
         folder: Working folder; /tmp if isolated.
     """
     try:
-        os.dup2(outputs[0], 1)
-        os.dup2(outputs[1], 2)
-        os.setsid()
-        syscalls.die_with_parent()
-        control_fd = fcntl.fcntl(control.detach(), fcntl.F_DUPFD_CLOEXEC, _min_control_fd(settings))
-        # The supervisor's descriptors, such as other interpreters' channels.
-        os.closerange(3, control_fd)
-        os.closerange(control_fd + 1, _MAX_FD)
+        (control_fd,) = leave_supervisor(outputs, settings, control.detach())
         channel = _open_channel(control_fd)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if settings.isolated:
             enter_namespaces(settings)
         os.chdir(folder)
-        _apply_limits(settings)
+        apply_limits(settings)
+        become_oom_victim()
         _reseed_numpy()
         fds: tuple[int, ...] = ()
         if settings.isolated:
@@ -110,6 +104,33 @@ def run_interpreter(
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def leave_supervisor(outputs: tuple[int, int], settings: GuestSettings, *fds: int) -> list[int]:
+    """Separate a new process from its supervisor, which it still dies with.
+
+    Args:
+        outputs: Write ends of the pipes for stdout and stderr.
+        settings: Limits.
+        fds: Descriptors to keep; all others of the supervisor, such as other interpreters'
+            channels, are closed.
+
+    Returns:
+        The new numbers of `fds`, beyond those that the policy's code may use.
+    """
+    os.dup2(outputs[0], 1)
+    os.dup2(outputs[1], 2)
+    os.setsid()
+    syscalls.die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    lowest = _min_control_fd(settings)
+    new_fds: list[int] = []
+    for fd in fds:
+        new_fds.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest))
+        lowest = new_fds[-1] + 1
+    for before, after in itertools.pairwise([2, *new_fds, _MAX_FD]):
+        os.closerange(before + 1, after)
+    return new_fds
 
 
 def enter_namespaces(settings: GuestSettings) -> None:
@@ -137,10 +158,12 @@ def _open_channel(fd: int) -> Channel:
     )
 
 
-def _apply_limits(settings: GuestSettings) -> None:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        warm_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    syscalls.set_hard_limit(resource.RLIMIT_AS, warm_bytes + settings.memory_mib * _MIB)
+def apply_limits(settings: GuestSettings) -> None:
+    """Set the limits of this process and of all that it starts."""
+    if settings.memory_mib:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            warm_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        syscalls.set_hard_limit(resource.RLIMIT_AS, warm_bytes + settings.memory_mib * _MIB)
     syscalls.set_hard_limit(resource.RLIMIT_FSIZE, settings.max_file_mib * _MIB)
     syscalls.set_hard_limit(resource.RLIMIT_NOFILE, settings.num_open_files + _NUM_RESERVED_FDS)
     _set_open_file_limit(settings.num_open_files)
@@ -160,7 +183,11 @@ def _apply_limits(settings: GuestSettings) -> None:
         syscalls.set_hard_limit(resource.RLIMIT_SIGPENDING, _NUM_PENDING_SIGNALS)
         syscalls.set_hard_limit(resource.RLIMIT_MSGQUEUE, 0)
         syscalls.set_hard_limit(resource.RLIMIT_MEMLOCK, 0)
-    with contextlib.suppress(OSError):  # the OOM killer should choose this process first
+
+
+def become_oom_victim() -> None:
+    """Let the kernel choose this process and its children first when memory runs out."""
+    with contextlib.suppress(OSError):
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("900")
 

@@ -65,6 +65,7 @@ from mega_agentrl.sandbox.guest.messages import INTERPRETER_EVENTS
 from mega_agentrl.sandbox.guest.privileged_helper import copy_tree, set_up_fork
 
 if TYPE_CHECKING:
+    from mega_agentrl.sandbox.guest.messages import MessageTable
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
 _SETUP_TIMEOUT_S = 5.0
@@ -198,7 +199,7 @@ class InterpreterManager:
         folder = (
             WRITABLE_FOLDERS[0] if self._settings.isolated else tempfile.mkdtemp(prefix="call-")
         )
-        with _InterpreterPipes() as pipes:
+        with InterpreterPipes() as pipes:
             pid = self._clone_process()
             if pid == 0:
                 run_interpreter(
@@ -209,18 +210,13 @@ class InterpreterManager:
                 )
             interpreter = InterpreterProcess(pid, *pipes.detach(), folder)
         try:
-            _receive_event(interpreter.control, "ready")
+            receive_event(interpreter.control, "ready")
             if self._settings.stateful and self._settings.isolated:
                 interpreter.listener = SeccompListener(interpreter.control.take_fds(1)[0])
                 interpreter.listener.ref_count = 1
             interpreter.control.refuse_fds()
         except CONNECTION_ERRORS as error:
-            os.set_blocking(interpreter.output_fds[1], False)
-            with contextlib.suppress(BlockingIOError):
-                message = (
-                    os.read(interpreter.output_fds[1], 2000).decode("utf-8", "replace").strip()
-                )
-                error.add_note(message)
+            add_output_note(error, interpreter)
             self.release(interpreter)
             raise
         return interpreter
@@ -233,7 +229,7 @@ class InterpreterManager:
                 killed if processes that it started meanwhile cannot be ended.
         """
         deadline = time.monotonic() + _FORK_TIMEOUT_S
-        with _InterpreterPipes() as pipes:
+        with InterpreterPipes() as pipes:
             pipes.control.refuse_fds()
             pid = self._request_fork(parent, pipes)
             interpreter = InterpreterProcess(pid, *pipes.detach(), "")
@@ -288,6 +284,21 @@ class InterpreterManager:
         processes.wait_until_stopped(interpreter.pid)
         processes.kill_descendants(interpreter.pid, spare=interpreter.fork_pids)
 
+    def end_call(self, interpreter: InterpreterProcess, *, is_done: bool) -> bool:
+        """End what a call has left running; return whether the interpreter keeps its state.
+
+        Args:
+            interpreter: The interpreter that ran the call.
+            is_done: Whether it has said that the call is done; False after a limit or its end.
+        """
+        if not is_done:
+            return False
+        try:
+            self.pause(interpreter)
+        except OSError:
+            return False
+        return not interpreter.control.has_unread()  # else it sent more than one event
+
     def resume(self, interpreter: InterpreterProcess) -> None:
         """Let a stopped interpreter continue."""
         interpreter.send_signal(signal.SIGCONT)
@@ -298,7 +309,7 @@ class InterpreterManager:
         network_flag = syscalls.CLONE_NEWNET if self._settings.stateful else 0
         return syscalls.clone(syscalls.INTERPRETER_NAMESPACES | network_flag)
 
-    def _request_fork(self, parent: InterpreterProcess, pipes: _InterpreterPipes) -> int:
+    def _request_fork(self, parent: InterpreterProcess, pipes: InterpreterPipes) -> int:
         """Have the parent clone itself and stop both; return the fork's process id."""
         listener = parent.listener
         if listener is not None:
@@ -382,22 +393,33 @@ class InterpreterManager:
         self.resume(interpreter)
         order = {"order": "go", "folder": "" if self._settings.isolated else interpreter.folder}
         interpreter.control.send(order, timeout_s=_SETUP_TIMEOUT_S)
-        _receive_event(interpreter.control, "ready", max(0.0, deadline - time.monotonic()))
+        receive_event(interpreter.control, "ready", max(0.0, deadline - time.monotonic()))
         self.pause(interpreter)
         if interpreter.control.has_unread():
             raise ValueError(_INTERFERENCE)
 
 
-class _InterpreterPipes:
-    """The pipes and the channel of a new interpreter, closed on exit unless they were detached."""
+class InterpreterPipes:
+    """The pipes and the channel of a new interpreter, closed on exit unless they were detached.
 
-    def __enter__(self) -> _InterpreterPipes:
+    Args:
+        accepts: The events that the interpreter may send.
+        max_bytes: Limit of an event.
+    """
+
+    def __init__(
+        self, accepts: MessageTable = INTERPRETER_EVENTS, max_bytes: int = _MAX_EVENT_BYTES
+    ) -> None:
+        self._accepts = accepts
+        self._max_bytes = max_bytes
+
+    def __enter__(self) -> InterpreterPipes:
         host_end, self.peer_socket = socket.socketpair()
         self.control = Channel(
             host_end,
-            accepts=INTERPRETER_EVENTS,
-            max_bytes=_MAX_EVENT_BYTES,
-            max_fds=1,  # the listener
+            accepts=self._accepts,
+            max_bytes=self._max_bytes,
+            max_fds=1,  # the filter's listener, or the layers of a workspace
             credentials=True,
         )
         self.stdout_pipe = os.pipe()
@@ -420,7 +442,15 @@ class _InterpreterPipes:
             os.close(self.stderr_pipe[0])
 
 
-def _receive_event(
+def add_output_note(error: Exception, interpreter: InterpreterProcess) -> None:
+    """Add what an interpreter that could not be set up has written to stderr to the error."""
+    os.set_blocking(interpreter.output_fds[1], False)
+    with contextlib.suppress(BlockingIOError):
+        text = os.read(interpreter.output_fds[1], 2000).decode("utf-8", "replace")
+        error.add_note(text.strip())
+
+
+def receive_event(
     control: Channel, expected: str, timeout_s: float = _SETUP_TIMEOUT_S
 ) -> dict[str, Any]:
     """Wait for one event of an interpreter; raises `ValueError` if it is another one."""
@@ -454,12 +484,12 @@ def _wait_for_fork(
         if not fds or wait_s < 0:  # notifications may never end
             raise TimeoutError(f"the fork did not start within {_SETUP_TIMEOUT_S:g} s")
         if control.fileno() in fds:
-            _receive_event(control, "hello", wait_s)
+            receive_event(control, "hello", wait_s)
             return
         if parent.pidfd in fds:
             raise ProcessLookupError("the interpreter ended while it was being forked")
         if parent.control.fileno() in fds:
-            number = _receive_event(parent.control, "refused")["errno"]
+            number = receive_event(parent.control, "refused")["errno"]
             raise OSError(number, f"clone: {os.strerror(number)}")
         if listener is not None:
             listener.respond()

@@ -125,13 +125,19 @@ def _repr(value: object) -> str:
 _CALL_ID = Integer(0, _MAX_ID)
 _CODE = Text(MAX_TEXT_CHARS, encodable=False)  # a policy may write what Python cannot compile
 _OUTPUT = Text(MAX_TEXT_CHARS)
+_RUN_KIND = Choice(("default", "clean", "edit"))  # the last two are for workspaces only
 
 HOST_ORDERS = MessageTable(
     "order",
     {
         "open": {},
         "prepare": {},
-        "run": {"id": _CALL_ID, "code": _CODE, "timeout_s": Number(0.0, _MAX_TIMEOUT_S)},
+        "run": {
+            "id": _CALL_ID,
+            "kind": _RUN_KIND,
+            "code": _CODE,
+            "timeout_s": Number(0.0, _MAX_TIMEOUT_S),
+        },
         "cancel": {"id": _CALL_ID},
         "fork": {},
     },
@@ -161,7 +167,7 @@ GUEST_EVENTS = MessageTable(
 """From the guest program and its supervisors to the host."""
 
 INTERPRETER_ORDERS = MessageTable(
-    "order", {"run": {"code": _CODE}, "fork": {}, "go": {"folder": Text(4096)}}
+    "order", {"run": {"kind": _RUN_KIND, "code": _CODE}, "fork": {}, "go": {"folder": Text(4096)}}
 )
 """From a supervisor to an interpreter."""
 
@@ -175,3 +181,22 @@ INTERPRETER_EVENTS = MessageTable(
     },
 )
 """From an interpreter, which the policy's code may have taken over, to its supervisor."""
+
+WORKSPACE_ORDERS = MessageTable(
+    "order", {"run": {"kind": _RUN_KIND, "code": _CODE}, "interrupt": {}, "save": {}}
+)
+"""From a supervisor to the first process of a workspace (`workspace.process`)."""
+
+WORKSPACE_EVENTS = MessageTable(
+    "event",
+    {
+        "ready": {},
+        "done": {"code": Integer(0, 255)},
+        "interrupted": {},
+        "saved": {
+            "state": Text(MAX_TEXT_CHARS, encodable=False),
+            "num_background": Integer(0, 1 << 22),
+        },
+    },
+)
+"""From the first process of a workspace to its supervisor."""

@@ -123,12 +123,14 @@ def _set_up_fork(settings: GuestSettings, fork_pid: int, parent_pid: int) -> int
     return 0
 
 
-def copy_tree(source: int, target: int, *, depth: int = 0) -> None:
+def copy_tree(source: int, target: int, *, is_overlay: bool = False, depth: int = 0) -> None:
     """Copy the contents of one folder into another, empty one.
 
     Args:
         source: Descriptor of the folder to copy.
         target: Descriptor of the empty folder.
+        is_overlay: Whether to copy the marks of an overlay file system, whose upper layer this is:
+            devices 0:0, which stand for deleted files, and attributes `user.*`.
         depth: Levels above these folders.
 
     Raises:
@@ -139,13 +141,23 @@ def copy_tree(source: int, target: int, *, depth: int = 0) -> None:
     with os.scandir(source) as entries:
         for entry in entries:
             info = entry.stat(follow_symlinks=False)
-            _copy_entry(entry.name, info, source, target, depth)
+            _copy_entry(entry.name, info, source, target, is_overlay, depth)
+    if is_overlay:
+        _copy_attributes(source, target)
     info = os.fstat(source)
     os.fchmod(target, stat.S_IMODE(info.st_mode))
     os.utime(target, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
-def _copy_entry(name: str, info: os.stat_result, source: int, target: int, depth: int) -> None:
+def _copy_attributes(source: int, target: int) -> None:
+    for name in os.listxattr(source):
+        if name.startswith("user."):
+            os.setxattr(target, name, os.getxattr(source, name))
+
+
+def _copy_entry(
+    name: str, info: os.stat_result, source: int, target: int, is_overlay: bool, depth: int
+) -> None:
     if stat.S_ISDIR(info.st_mode):
         os.mkdir(name, 0o700, dir_fd=target)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
@@ -153,22 +165,25 @@ def _copy_entry(name: str, info: os.stat_result, source: int, target: int, depth
             subfolders = [os.open(name, flags, dir_fd=folder) for folder in (source, target)]
             for fd in subfolders:
                 stack.callback(os.close, fd)
-            copy_tree(*subfolders, depth=depth + 1)
+            copy_tree(*subfolders, is_overlay=is_overlay, depth=depth + 1)
         return
     times = (info.st_atime_ns, info.st_mtime_ns)
     if stat.S_ISLNK(info.st_mode):
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
     elif stat.S_ISREG(info.st_mode):
-        _copy_file(name, info, source, target)
+        _copy_file(name, info, source, target, is_overlay)
     elif stat.S_ISFIFO(info.st_mode):
         os.mkfifo(name, 0o600, dir_fd=target)
         os.chmod(name, stat.S_IMODE(info.st_mode), dir_fd=target)  # mkfifo applies the umask
+    elif is_overlay and stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:
+        os.mknod(name, stat.S_IFCHR, 0, dir_fd=target)
+        return
     else:
         return
     os.utime(name, ns=times, dir_fd=target, follow_symlinks=False)
 
 
-def _copy_file(name: str, info: os.stat_result, source: int, target: int) -> None:
+def _copy_file(name: str, info: os.stat_result, source: int, target: int, is_overlay: bool) -> None:
     source_fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=source)
     target_fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=target)
     try:
@@ -177,6 +192,8 @@ def _copy_file(name: str, info: os.stat_result, source: int, target: int) -> Non
             end = os.lseek(source_fd, start, os.SEEK_HOLE)
             _copy_range(source_fd, target_fd, start, end)
         os.ftruncate(target_fd, info.st_size)
+        if is_overlay:
+            _copy_attributes(source_fd, target_fd)
         os.fchmod(target_fd, stat.S_IMODE(info.st_mode))
     finally:
         os.close(source_fd)

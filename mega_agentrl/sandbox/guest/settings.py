@@ -7,6 +7,22 @@ from dataclasses import asdict, dataclass
 
 
 @dataclass(kw_only=True)
+class WorkspaceSettings:
+    """The file systems and the shell of a workspace."""
+
+    has_root: bool
+    """Whether `ROOT_LAYER` is a root file system; else the system is that of the sandbox."""
+    has_folder: bool
+    """Whether `FOLDER_LAYER` is the project folder; else it starts empty."""
+    disk_mib: int
+    """Size of everything that the workspace writes, /tmp and /dev/shm included."""
+    num_inodes: int
+    """Number of the files that it writes."""
+    variables: dict[str, str]
+    """Environment variables of a new shell."""
+
+
+@dataclass(kw_only=True)
 class GuestSettings:
     """Mode of the sandbox and limits of each call or session."""
 
@@ -18,8 +34,10 @@ class GuestSettings:
     """Whether interpreters are kept for sessions and may be forked."""
     isolated: bool = True
     """False for trusted code without isolation."""
+    workspace: WorkspaceSettings | None = None
+    """Set if the sandbox runs workspaces with a shell instead of Python interpreters."""
     memory_mib: int = 512
-    """Address space beyond that of the warm interpreter, per process."""
+    """Address space beyond that of the warm interpreter, per process; 0 for no limit."""
     cpu_limit_s: float = 20.0
     """CPU time of a call's main process, and of each other process."""
     num_processes: int = 64
@@ -44,4 +62,5 @@ class GuestSettings:
         """Parse the program's argument."""
         values = json.loads(text)
         modules = tuple(values.get("preload_modules", ()))
-        return GuestSettings(**values | {"preload_modules": modules})
+        workspace = WorkspaceSettings(**values["workspace"]) if values.get("workspace") else None
+        return GuestSettings(**values | {"preload_modules": modules, "workspace": workspace})

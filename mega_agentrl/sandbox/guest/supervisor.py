@@ -13,7 +13,7 @@ Protocol, on the main channel (calls of a stateless sandbox, opening sessions) a
 per session. `messages` has the types and bounds of all fields::
 
     <- {"event": "up"}                                     main, once: warm
-    -> {"order": "run", "id": n, "code": str, "timeout_s": float}      main or session
+    -> {"order": "run", "id": n, "kind": str, "code": str, "timeout_s": float}  main or session
     <- {"event": "started", "id": n}                       from here on the code may have run
     <- {"event": "done", "id": n, "end": "exit" | "timeout" | "cpu" | "cancelled",
         "code": int, "stdout": str, "stderr": str, "num_dropped_bytes": int,
@@ -25,6 +25,7 @@ per session. `messages` has the types and bounds of all fields::
     or, in reply to any of them, {"event": "failed", "error": str}: the code did not run
     -> end of the channel                                  the session is closed
 
+kind: "default", or for a workspace also "clean" and "edit" (`workspace.process`).
 state_lost: the state of earlier calls was lost before this one. alive: this call's state is kept.
 num_dropped_bytes: bytes cut from the end of stdout and the beginning of stderr, whose last line is
 the one that matters. A negative code is a signal.
@@ -51,6 +52,7 @@ from mega_agentrl.sandbox.guest.interpreter_manager import (
     SeccompListener,
 )
 from mega_agentrl.sandbox.guest.messages import HOST_ORDERS
+from mega_agentrl.sandbox.guest.workspace.manager import WorkspaceManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,21 +69,22 @@ _MAX_LAST_READS = 256
 
 
 class OutputBuffer:
-    """The first or the last bytes that come through a pipe.
+    """The first and the last bytes that come through a pipe.
 
     Args:
         fd: The pipe's read end.
-        max_bytes: How many bytes to keep.
-        keep_end: Whether to keep the last bytes instead of the first.
+        num_first_bytes: How many bytes to keep of the beginning.
+        num_last_bytes: How many bytes to keep of the rest.
     """
 
-    def __init__(self, fd: int, max_bytes: int, *, keep_end: bool) -> None:
+    def __init__(self, fd: int, num_first_bytes: int, num_last_bytes: int) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.num_dropped_bytes = 0
-        self._max_bytes = max_bytes
-        self._keep_end = keep_end
-        self._data = bytearray()
+        self._num_first_bytes = num_first_bytes
+        self._num_last_bytes = num_last_bytes
+        self._first = bytearray()
+        self._last = bytearray()
 
     def drain(self, *, num_reads: int = _MAX_READS_PER_TURN) -> bool:
         """Read what is available with at most `num_reads`; return False at the pipe's end."""
@@ -92,18 +95,20 @@ class OutputBuffer:
                 return True
             if not chunk:
                 return False
-            self._data += chunk
-            num_extra = len(self._data) - self._max_bytes
+            num_free = self._num_first_bytes - len(self._first)
+            self._first += chunk[:num_free]
+            self._last += chunk[num_free:]
+            num_extra = len(self._last) - self._num_last_bytes
             if num_extra > 0:
                 self.num_dropped_bytes += num_extra
-                self._data = (
-                    self._data[num_extra:] if self._keep_end else self._data[: self._max_bytes]
-                )
+                del self._last[:num_extra]
         return True
 
     def text(self) -> str:
-        """Return the buffered bytes as text."""
-        return self._data.decode("utf-8", "replace")
+        """Return the buffered bytes as text; a note marks a gap between the two parts."""
+        has_gap = self.num_dropped_bytes and self._first and self._last
+        note = f"\n[{self.num_dropped_bytes} bytes cut]\n" if has_gap else ""
+        return (self._first + note.encode() + self._last).decode("utf-8", "replace")
 
 
 class RunningCall:
@@ -114,15 +119,25 @@ class RunningCall:
         client: GuestClient,
         interpreter: InterpreterProcess,
         order: dict[str, Any],
-        max_output_bytes: int,
+        settings: GuestSettings,
     ) -> None:
         self.client = client
         self.interpreter = interpreter
         self.call_id = order["id"]
         self.deadline = time.monotonic() + float(order["timeout_s"])
         self.start_cpu_s = processes.cpu_time_s(interpreter.pid)
-        self.stdout = OutputBuffer(interpreter.output_fds[0], max_output_bytes, keep_end=False)
-        self.stderr = OutputBuffer(interpreter.output_fds[1], max_output_bytes, keep_end=True)
+        size = settings.max_output_bytes
+        # A workspace writes everything to stdout, where both ends matter.
+        num_last = size // 2 if settings.workspace is not None else 0
+        self.stdout = OutputBuffer(interpreter.output_fds[0], size - num_last, num_last)
+        self.stderr = OutputBuffer(interpreter.output_fds[1], 0, size)
+
+
+def make_interpreter_manager(settings: GuestSettings) -> InterpreterManager:
+    """Return the manager of interpreters, or of workspaces if the settings have one."""
+    if settings.workspace is not None:
+        return WorkspaceManager(settings, settings.workspace)
+    return InterpreterManager(settings)
 
 
 class GuestClient:
@@ -145,7 +160,7 @@ class Supervisor:
 
     def __init__(self, settings: GuestSettings, channel: Channel) -> None:
         self._settings = settings
-        self._interpreters = InterpreterManager(settings)
+        self._interpreters = make_interpreter_manager(settings)
         self._spare_interpreter: InterpreterProcess | None = None
         self._poller = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -284,9 +299,11 @@ class Supervisor:
 
     def _run(self, client: GuestClient, order: dict[str, Any]) -> None:
         interpreter = self._interpreter_for(client)
-        call = RunningCall(client, interpreter, order, self._settings.max_output_bytes)
+        call = RunningCall(client, interpreter, order, self._settings)
         with contextlib.suppress(OSError):  # its pidfd will report its end
-            interpreter.control.send_nowait({"order": "run", "code": order["code"]})
+            interpreter.control.send_nowait(
+                {"order": "run", "kind": order["kind"], "code": order["code"]}
+            )
         client.call = call
         self._calls.add(call)
         if self._settings.stateful:
@@ -372,13 +389,9 @@ class Supervisor:
         client.call = None
         for fd in (interpreter.pidfd, interpreter.control.fileno(), *interpreter.output_fds):
             self._unwatch(fd)
-        alive = code is not None and self._settings.stateful
-        if alive:
-            try:
-                self._interpreters.pause(interpreter)
-                alive = not interpreter.control.has_unread()  # else it sent more than one event
-            except OSError:
-                alive = False
+        alive = self._settings.stateful and self._interpreters.end_call(
+            interpreter, is_done=code is not None
+        )
         if not alive:
             code = self._kill_interpreter(interpreter, code)
         for buffer in (call.stdout, call.stderr):
@@ -390,7 +403,7 @@ class Supervisor:
             "event": "done",
             "id": call.call_id,
             "end": end,
-            "code": code,
+            "code": -signal.SIGKILL if code is None else code,
             "state_lost": state_lost,
             "alive": alive,
             "num_dropped_bytes": call.stdout.num_dropped_bytes + call.stderr.num_dropped_bytes,

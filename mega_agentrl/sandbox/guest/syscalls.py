@@ -37,7 +37,11 @@ _IFF_UP = 1
 _HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
 _SIOCSIFFLAGS = 0x8914
+_MNT_DETACH = 2
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
@@ -53,6 +57,8 @@ HOST_IDS = (os.getuid(), os.getgid())
 # Numbers of clone and seccomp; clone's last two arguments swap places on 64-bit ARM.
 _SYSCALL_NUMBERS = {"x86_64": (56, 317), "aarch64": (220, 277)}
 CLONE_NUMBER, _SECCOMP_NUMBER = _SYSCALL_NUMBERS.get(platform.machine(), (-1, -1))
+
+_PIVOT_ROOT_NUMBER = {"x86_64": 155, "aarch64": 41}.get(platform.machine(), -1)
 
 _SENDMSG_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.machine(), ())
 """Numbers of sendmsg and sendmmsg."""
@@ -123,6 +129,32 @@ def mount(kind: str, folder: str, flags: int, options: str = "") -> None:
     name = kind.encode()
     status = libc.mount(name, folder.encode(), name, ctypes.c_ulong(flags), text)
     check_status(status, f"mount {kind} on {folder}")
+
+
+def bind_mount(source: str, folder: str, *, recursive: bool = False) -> None:
+    """Mount the folder `source` also on `folder`."""
+    flags = _MS_BIND | (_MS_REC if recursive else 0)
+    status = libc.mount(source.encode(), folder.encode(), None, ctypes.c_ulong(flags), None)
+    check_status(status, f"bind {source} to {folder}")
+
+
+def unmount_lazily(folder: str) -> None:
+    """Unmount a folder; what still uses it keeps it."""
+    check_status(libc.umount2(folder.encode(), _MNT_DETACH), f"unmount {folder}")
+
+
+def pivot_root(folder: str) -> None:
+    """Make the mount point `folder` the root and the working folder, and unmount the old root."""
+    os.chdir(folder)
+    status = libc.syscall(_PIVOT_ROOT_NUMBER, b".", b".")
+    check_status(status, f"make {folder} the root")
+    unmount_lazily(".")  # the old root, which now lies over the new one
+    os.chdir("/")
+
+
+def set_dumpable(is_dumpable: bool) -> None:
+    """Set whether processes of the same user may read this process's memory and descriptors."""
+    check_status(libc.prctl(_PR_SET_DUMPABLE, int(is_dumpable), 0, 0, 0), "set dumpable")
 
 
 def map_own_ids(pid: str = "self") -> None:

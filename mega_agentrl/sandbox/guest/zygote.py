@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mega_agentrl.sandbox.guest import processes, syscalls
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
-from mega_agentrl.sandbox.guest.interpreter_manager import InterpreterManager
 from mega_agentrl.sandbox.guest.messages import HOST_ORDERS
-from mega_agentrl.sandbox.guest.supervisor import Supervisor
+from mega_agentrl.sandbox.guest.supervisor import Supervisor, make_interpreter_manager
 
 if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings
@@ -49,8 +48,7 @@ class Zygote:
     def serve(self) -> None:
         """Serve until the main channel closes; raises if the first interpreter does not start."""
         syscalls.adopt_orphans()
-        interpreters = InterpreterManager(self._settings)
-        interpreters.check()
+        make_interpreter_manager(self._settings).check()
         self._channel.send({"event": "up"})
         while True:
             for fd, _ in self._poller.poll():

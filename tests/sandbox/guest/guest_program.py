@@ -105,8 +105,8 @@ def forked(channel):
 
 def begin(channel, code, *, number=1, timeout_s=WAIT_S):
     """Send a call and wait until it starts."""
-    order = {"order": "run", "id": number, "code": code, "timeout_s": timeout_s}
-    channel.send(order)
+    order = {"id": number, "kind": "default", "code": code, "timeout_s": timeout_s}
+    channel.send({"order": "run"} | order)
     assert channel.receive(timeout_s=WAIT_S) == {"event": "started", "id": number}
 
 

@@ -236,14 +236,14 @@ def num_fds():
 
 def test_pipes_are_closed_unless_detached():
     before = num_fds()
-    with interpreter_manager._InterpreterPipes():
+    with interpreter_manager.InterpreterPipes():
         assert num_fds() == before + 6
     assert num_fds() == before
-    with pytest.raises(KeyError), interpreter_manager._InterpreterPipes() as pipes:
+    with pytest.raises(KeyError), interpreter_manager.InterpreterPipes() as pipes:
         pipes.detach()
         raise KeyError
     assert num_fds() == before
-    with interpreter_manager._InterpreterPipes() as pipes:
+    with interpreter_manager.InterpreterPipes() as pipes:
         control, outputs = pipes.detach()
     assert num_fds() == before + 3
     control.close()

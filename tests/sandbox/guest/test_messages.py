@@ -21,7 +21,7 @@ DONE = {
     "state_lost": False,
     "alive": True,
 }
-RUN = {"order": "run", "id": 1, "code": "1", "timeout_s": 2.5}
+RUN = {"order": "run", "id": 1, "kind": "default", "code": "1", "timeout_s": 2.5}
 
 VALID = {
     "done": (GUEST_EVENTS, DONE),

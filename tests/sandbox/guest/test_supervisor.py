@@ -242,9 +242,9 @@ def test_two_sessions_run_at_once(stateful, session):
     other.close()
 
 
-def buffer_of(chunks, limit, *, keep_end):
+def buffer_of(chunks, num_first, num_last):
     reading, writing = os.pipe()
-    buffer = OutputBuffer(reading, limit, keep_end=keep_end)
+    buffer = OutputBuffer(reading, num_first, num_last)
     for chunk in chunks:
         os.write(writing, chunk)
         assert buffer.drain()
@@ -254,17 +254,18 @@ def buffer_of(chunks, limit, *, keep_end):
     return buffer
 
 
-@example([b"abc", b"d"], 0, True)
-@example([b"a\xc3", b"\xa9"], 9, True)  # one letter in two reads
-@example([b"a\xc3\xa9"], 2, False)
-@example([b"a\xc3\xa9"], 1, True)
-@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(0, 50), st.booleans())
-def test_the_first_or_the_last_bytes_are_kept_however_they_arrive(chunks, limit, keep_end):
+@example([b"abc", b"d"], 0, 0)
+@example([b"a\xc3", b"\xa9"], 0, 9)  # one letter in two reads
+@example([b"a\xc3\xa9"], 2, 2)  # one letter in both parts
+@example([b"a\xc3\xa9"], 0, 1)
+@given(st.lists(st.binary(max_size=20), max_size=8), st.integers(0, 50), st.integers(0, 50))
+def test_the_first_and_the_last_bytes_are_kept_however_they_arrive(chunks, num_first, num_last):
     whole = b"".join(chunks)
-    cut = max(0, len(whole) - limit)
-    buffer = buffer_of(chunks, limit, keep_end=keep_end)
+    cut = max(0, len(whole) - num_first - num_last)
+    buffer = buffer_of(chunks, num_first, num_last)
     assert buffer.num_dropped_bytes == cut
-    expected = whole[cut:] if keep_end else whole[:limit]
+    note = f"\n[{cut} bytes cut]\n".encode() if cut and num_first and num_last else b""
+    expected = whole[:num_first] + note + whole[num_first + cut :]
     assert buffer.text() == expected.decode("utf-8", "replace")
 
 
@@ -272,7 +273,7 @@ def test_a_drain_is_bounded():
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 18)
     os.write(writing, b"x" * 200_000)
-    buffer = OutputBuffer(reading, 1 << 20, keep_end=False)
+    buffer = OutputBuffer(reading, 1 << 20, 0)
     assert buffer.drain(num_reads=1)
     assert len(buffer.text()) == 1 << 16
     assert buffer.drain()
@@ -283,6 +284,6 @@ def test_a_drain_is_bounded():
 
 def test_nothing_there_does_not_block():
     reading, writing = os.pipe()
-    assert OutputBuffer(reading, 10, keep_end=True).drain()
+    assert OutputBuffer(reading, 0, 10).drain()
     os.close(reading)
     os.close(writing)

@@ -47,7 +47,7 @@ def test_nothing_outlives_a_supervisor_that_is_killed(stateful):
 
 @pytest.mark.parametrize("order", ["fork", "prepare", "run"])
 def test_an_order_of_a_session_on_the_main_channel_fails(stateful, order):
-    more = {"id": 1, "code": "1", "timeout_s": 1.0} if order == "run" else {}
+    more = {"id": 1, "kind": "default", "code": "1", "timeout_s": 1.0} if order == "run" else {}
     stateful.main.send({"order": order, **more})
     assert stateful.main.receive(timeout_s=WAIT_S)["event"] == "failed"
     session = stateful.open_session()

@@ -1,0 +1,1 @@
+"""The workspace of a trajectory: file systems in layers, a shell and a file editor."""

@@ -1,0 +1,261 @@
+"""What a workspace keeps between calls, what a fork copies, and which limits hold."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mega_agentrl.types.records import ToolStatus
+from tests.escape.outside import pids_named, vanish
+from tests.processes import descendants, wait_until_gone
+from tests.sandbox.workspace.workspaces import (
+    make_project,
+    make_root,
+    output_of,
+    shared_workspace_pool,
+)
+
+
+@pytest.fixture(scope="module", params=["host", "folder"])
+def pool(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    folder.chmod(0o755)
+    (folder / "project").mkdir()
+    root = "host"
+    if request.param == "folder":
+        (folder / "root").mkdir()
+        root = str(make_root(folder / "root"))
+    project = make_project(folder / "project")
+    yield from shared_workspace_pool(root=root, folder=str(project), num_processes=64)
+    assert (project / "a.txt").read_text(encoding="ascii") == "a.txt as it was\n"
+    assert sorted(path.name for path in project.iterdir()) == ["a.txt", "b.txt", "src"]
+
+
+@pytest.fixture
+async def session(pool):
+    made = await pool.open()
+    yield made
+    await made.close()
+
+
+async def test_the_state_of_the_shell_persists(session):
+    await output_of(
+        session,
+        "cd src; export A='two\nlines'; b=(1 '2 2'); declare -A c=([k]=v); umask 027\n"
+        "f() { echo \"f $1\"; }; alias say='echo said'; shopt -s nullglob; set -u",
+    )
+    look = 'pwd; echo "$A"; echo "${b[1]} ${c[k]}"; umask; f 1; say it; echo *.none; echo $-'
+    expected = ["/workspace/src", "two", "lines", "2 2 v", "0027", "f 1", "said it", ""]
+    assert (await output_of(session, look)).splitlines()[:-1] == expected
+    assert "u" in (await output_of(session, look)).splitlines()[-1]
+    child = await session.fork()
+    assert (await output_of(child, look)).splitlines()[:-1] == expected
+    await output_of(child, "cd deep; A=child; f() { echo changed; }; unalias say")
+    assert (await output_of(session, look)).splitlines()[:-1] == expected
+    assert await output_of(child, "pwd; echo $A; f") == "/workspace/src/deep\nchild\nchanged"
+    await child.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("cd src; x=1; exit 3", 3),
+        ("cd src; x=1; trap 'echo own' EXIT; (exit 4)", 4),
+        ("cd src; x=1; set -e; false; x=2", 1),
+        ("cd src; x=1; nothing-of-this-name", 127),
+    ],
+    ids=["exit", "own trap", "errexit", "unknown"],
+)
+async def test_failures_are_errors_of_the_policy_and_keep_the_state(session, command, code):
+    result = await session.run(command)
+    assert result.status is ToolStatus.user_error
+    assert result.output.endswith(f"[exit code {code}]")
+    assert await output_of(session, "set +e; pwd; echo $x") == "/workspace/src\n1"
+
+
+async def test_a_killed_or_replaced_shell_keeps_the_state_before(session):
+    await output_of(session, "x=1")
+    for command in ("x=2; kill -9 $$", "x=2; exec cat /etc/none", "x=2; echo $(("):
+        assert (await session.run(command)).status is ToolStatus.user_error
+        assert await output_of(session, "echo $x") == "1"
+
+
+async def test_the_end_of_a_call_cannot_be_made_up(session):
+    forged = 'x=1; echo \'#end\' >&251; echo \'{"event": "done", "code": 0}\'; exit 5'
+    result = await session.run(forged)
+    assert result.status is ToolStatus.user_error
+    assert result.output.endswith("[exit code 5]")
+    assert await output_of(session, "echo $x") == "1"
+    await output_of(session, "echo() { :; }; declare() { :; }; builtin() { :; }; cd() { :; }")
+    assert await output_of(session, "unset -f echo declare builtin cd; cd src; pwd")
+
+
+LOOK = (
+    "for p in $(ls -a . src src/deep moved moved/deep 2>/dev/null); do echo $p; done; "
+    "cat a.txt src/c.txt"
+)
+
+
+async def test_a_fork_copies_files_and_separates_them(session):
+    change = (
+        "echo changed > a.txt; rm b.txt; mkdir new; echo n > new/file; mv src moved; "
+        "mkdir src; echo fresh > src/c.txt; ln -s ../a.txt new/link; touch /tmp/t /dev/shm/s"
+    )
+    await output_of(session, change)
+    before = await output_of(session, f"{LOOK} new/link; ls /tmp /dev/shm")
+    assert "d.txt" in before  # of the folder that was moved
+    assert before.count("deep") == 2  # not in the folder that replaced it
+    first, second = [await session.fork() for _ in range(2)]
+    for session_ in (first, second):
+        assert await output_of(session_, f"{LOOK} new/link; ls /tmp /dev/shm") == before
+    await output_of(first, "echo first > a.txt; rm -r moved new; mkdir b.txt; rm /tmp/t")
+    await output_of(session, "echo parent > src/c.txt; mv new elsewhere")
+    assert await output_of(second, f"{LOOK} new/link; ls /tmp /dev/shm") == before
+    assert await output_of(first, "cat a.txt src/c.txt; ls") == "first\nfresh\na.txt\nb.txt\nsrc"
+    grandchild = await first.fork()
+    assert await output_of(grandchild, "cat a.txt; ls") == "first\na.txt\nb.txt\nsrc"
+    assert await output_of(session, "cat elsewhere/link src/c.txt") == "changed\nparent"
+    for session_ in (first, second, grandchild):
+        await session_.close()
+
+
+async def test_background_processes_run_on_and_are_not_carried(session):
+    await output_of(session, "(while :; do sleep 0.02; echo x >> beat; done) & echo begun")
+    size = len(await output_of(session, "sleep 0.2; cat beat"))
+    child = await session.fork()
+    note, rest = (await output_of(child, "cat beat; rm beat")).split("\n", 1)
+    assert note.startswith("[2 background processes were not carried")
+    assert len(rest) >= size
+    assert (await child.run("sleep 0.1; ls beat")).status is ToolStatus.user_error
+    assert len(await output_of(session, "sleep 0.1; cat beat")) > size
+    await child.close()
+
+
+async def test_a_clean_call_sees_files_but_no_state_and_no_processes(session):
+    await output_of(session, "echo() { :; }; export PATH=/nowhere; cd src; exec -a x sleep 60 &")
+    result = await session.run("echo $PATH; pwd; cat a.txt", kind="clean")
+    assert "/usr/bin" in result.output
+    assert result.output.endswith("\n/workspace\na.txt as it was")
+    assert await output_of(session, "pwd; unset -f echo; echo $PATH") == "/workspace/src\n/nowhere"
+    processes = await output_of(session, "PATH=/usr/bin; echo /proc/[0-9]*")
+    assert len(processes.split()) == 2  # the first process and this shell
+
+
+async def test_timeout_ends_all_processes_and_restores_the_state(session, pool):
+    name = f"wst{os.getpid() % 100000}"
+    await output_of(session, "cd src; x=1")
+    begin = time.monotonic()
+    result = await session.run(
+        f"x=2; cd deep; echo {name} > /proc/self/comm; trap '' TERM INT HUP; echo begun; "
+        "echo kept > ../file; sleep 60",
+        0.7,
+    )
+    assert time.monotonic() - begin < 10
+    assert result.status is ToolStatus.timeout
+    assert result.output.startswith("begun\n[Timed out after 0.7 s.")
+    assert vanish(name)
+    assert await output_of(session, "pwd; echo $x; cat file") == "/workspace/src\n1\nkept"
+
+
+async def test_a_cancelled_call_ends_at_once(session):
+    task = asyncio.ensure_future(session.run("sleep 60"))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await output_of(session, "echo on") == "on"
+
+
+async def test_a_flood_keeps_both_ends(session):
+    result = await session.run(
+        "echo first; for ((i = 0; i < 300000; i++)); do echo $i; done; echo last"
+    )
+    lines = result.output.splitlines()
+    assert (lines[0], lines[-2], lines[-1]) == ("first", "299999", "last")
+    assert len(result.output) < 8200
+    assert "characters cut]" in result.output
+    endless = await session.run("while :; do echo xxxxxxxxxxxxxxxx; done", 1.0)
+    assert endless.status is ToolStatus.timeout
+    assert len(endless.output) < 8400
+
+
+async def test_a_fork_bomb_is_bounded(session):
+    await session.run("b() { b | b & }; b; sleep 1", 5.0)
+    result = await session.run("for i in {1..200}; do sleep 60 & done", 3.0)
+    assert "Resource temporarily unavailable" in result.output
+    await session.run("while :; do :; done", 0.1)  # its timeout ends what the bomb has left
+    assert await output_of(session, "echo on") == "on"
+
+
+async def test_the_disk_limit_holds_for_all_that_is_written_together(session):
+    result = await session.run(
+        "for f in /workspace/x /tmp/y /dev/shm/z; do dd if=/dev/zero of=$f bs=1M count=20; done"
+    )
+    assert result.status is ToolStatus.user_error
+    assert "No space left on device" in result.output
+    assert (
+        await output_of(session, "rm -f /workspace/x /tmp/y /dev/shm/z; echo a > b; cat b") == "a"
+    )
+
+
+async def test_a_lost_workspace_is_an_infra_error(pool):
+    session = await pool.open()
+    name = f"wsl{os.getpid() % 100000}"
+    named = f"(echo {name} > /proc/self/comm; while :; do sleep 1; done) & sleep 0.2"
+    await output_of(session, named)
+    (pid,) = pids_named(name)
+    with open(f"/proc/{pid}/status", encoding="ascii") as file:
+        parent = int(next(line.split()[1] for line in file if line.startswith("PPid")))
+    os.kill(parent, signal.SIGKILL)
+    assert vanish(name)
+    assert (await session.run("echo on")).status is ToolStatus.infra_error
+    await session.close()
+
+
+async def test_release_ends_everything(pool):
+    before = set(descendants(os.getpid()))
+    session = await pool.open()
+    await output_of(session, "sleep 60 & echo x > y")
+    child = await session.fork()
+    await output_of(child, "sleep 60 & :")
+    started = set(descendants(os.getpid())) - before
+    assert len(started) >= 4
+    await session.close()
+    await child.close()
+    assert not wait_until_gone(started)
+
+
+CRASHING_DRIVER = """
+import asyncio, os, signal, sys
+from mega_agentrl.config.sections.tools import WorkspaceToolConfig
+from mega_agentrl.sandbox.workspace.pool import WorkspacePool
+from tests.escape.outside import pids_named
+
+async def main():
+    pool = WorkspacePool(WorkspaceToolConfig(root="host", num_workers=1))
+    await pool.start()
+    session = await pool.open()
+    child = await session.fork()
+    for one in (session, child):
+        await one.run("setsid bash -c 'echo NAME > /proc/self/comm; while :; do sleep 1; done' &")
+        await one.run("sleep 0.3")
+    print(len(pids_named("NAME")), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_crash_of_the_driver_leaves_nothing_running():
+    name = f"wsc{os.getpid() % 100000}"
+    code = CRASHING_DRIVER.replace("NAME", name)
+    crashed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert crashed.stdout == "2\n", crashed.stderr
+    assert crashed.returncode == -signal.SIGKILL
+    assert vanish(name)
