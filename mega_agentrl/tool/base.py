@@ -73,6 +73,8 @@ class Tool(ABC):
     timeout_s: float | None = 60.0
     """Hard limit of one execution, enforced by the session; None for a tool that enforces its own.
     """
+    lifecycle_timeout_s: float | None = None
+    """Limit of one `create`, `fork`, `calc_reward` or `release`; None for that of the session."""
     max_concurrent: int | None = None
     """Concurrent executions in this process, None for no limit; the wait does not count as run
     time.

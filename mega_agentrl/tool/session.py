@@ -8,9 +8,9 @@ is run twice. A tool's text is untrusted and is escaped here.
 
 If all first calls of a method of a user's tool raise, the run ends (`types.first_calls`).
 
-`create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` for each tool and
-raise `ToolSessionError` if one fails. States created before a failure or cancellation are released,
-and so is a state that arrives too late. Sessions are independent. Calls of one session may run
+`create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` (the tool's or the
+session's) for each tool and raise `ToolSessionError` if one fails. States created before a failure
+or cancellation are released, and so is a state that arrives too late. Sessions are independent. Calls of one session may run
 concurrently; calls to one tool take turns in order of arrival, unless the tool keeps no state
 (`create` returned None). Tools of one `state_group` share a state and these turns; the first of
 them in the session creates, copies and releases it.
@@ -83,7 +83,7 @@ class SessionLimits:
     """Time limits of a session."""
 
     lifecycle_timeout_s: float = 60.0
-    """Limit of one create, fork, calc_reward or release."""
+    """Limit of one create, fork, calc_reward or release of a tool that sets none itself."""
     queue_timeout_s: float = 600.0
     """Limit of the wait for a free slot of a tool."""
 
@@ -298,7 +298,9 @@ class TrajectoryToolSession:
         first_calls = self._tools[name].watch(step)
         call = first_calls.start()
         try:
-            result = await run_with_deadline(work, self._limits.lifecycle_timeout_s, undo=undo)
+            timeout_s = self._tools[name].tool.lifecycle_timeout_s
+            limit_s = self._limits.lifecycle_timeout_s if timeout_s is None else timeout_s
+            result = await run_with_deadline(work, limit_s, undo=undo)
         except DeadlineExceededError as error:
             first_calls.record_no_outcome(call)
             raise _tool_fault(name, step, str(error), time.monotonic() - start) from error

@@ -30,6 +30,7 @@ from mega_agentrl.tool.session import (
 )
 from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.tool.web.disk_cache import CACHE_TTL_S, MAX_CACHE_BYTES, DiskCache
+from mega_agentrl.tool.workspace import BashTool, EditTool, WorkspaceTools
 from mega_agentrl.tool.zoom import ZoomTool
 from mega_agentrl.types.first_calls import FirstCalls
 
@@ -171,6 +172,8 @@ class ToolKit:
 def built_in_tools(config: ToolConfig) -> dict[str, type[Tool]]:
     """Return the classes of the enabled built-in tools by name."""
     enabled: list[type[Tool]] = [PythonTool]
+    if config.workspace.is_enabled:
+        enabled += [BashTool, EditTool]
     if config.search.is_enabled:
         enabled.append(SearchTool)
     if config.browse.is_enabled:
@@ -258,6 +261,8 @@ def build_toolkit(
         cache = DiskCache(path, ttl_s=CACHE_TTL_S, max_bytes=MAX_CACHE_BYTES)
         fallback_dir = path.parent
     tools: list[Tool] = [PythonTool(config.python, sandboxes)]
+    if config.workspace.is_enabled:
+        tools += WorkspaceTools(config.workspace).tools()
     if config.search.is_enabled:
         tools.append(
             SearchTool(

@@ -32,6 +32,7 @@ from mega_agentrl.config.sections.reward import (
     FUNCTION_NAME,
     MODEL_PART,
 )
+from mega_agentrl.config.sections.tools import HOST_ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +62,20 @@ def check_files(config: TrainConfig) -> None:
         needed["rollout.interaction_config_file"] = config.rollout.interaction_config_file
     for key, value in needed.items():
         _check_file_exists(key, value)
+    check_workspace(config)
     check_run_dir(config.run_dir)
+
+
+def check_workspace(config: TrainConfig) -> None:
+    """Raise a `ConfigError` if a folder of the workspaces is missing."""
+    workspace = config.tool.workspace
+    folders = {
+        "tool.workspace.root": "" if workspace.root == HOST_ROOT else workspace.root,
+        "tool.workspace.folder": workspace.folder if workspace.is_enabled else "",
+    }
+    for key, value in folders.items():
+        if value and not os.path.exists(value):
+            raise ConfigError(key, value, "an existing folder", "a path of another machine")
 
 
 def check_data(config: TrainConfig) -> None:

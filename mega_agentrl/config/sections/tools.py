@@ -10,6 +10,8 @@ from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import MAX_TIMEOUT_S, MAX_TOKENS, Range, Section
 
 ANY_DOMAIN = "*"
+HOST_ROOT = "host"
+"""Value of `tool.workspace.root` for the machine's own system."""
 _MIN_TOKENS_PER_DOCUMENT = 4
 """Room for a word or two and the ellipsis."""
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.sections.tools import HOST_ROOT
 from mega_agentrl.sandbox.process import run_command
 
-HOST_ROOT = "host"
 _KEY = "tool.workspace.root"
 _TIMEOUT_S = 3600.0
 _TAG = "workspace"

@@ -11,6 +11,7 @@ from mega_agentrl.config.checks.inputs import (
     check_report,
     check_reward,
     check_run_dir,
+    check_workspace,
 )
 from mega_agentrl.config.enums import Branching, FilterMetric, TrackerName, Truncation
 from mega_agentrl.config.schema import TrainConfig
@@ -18,6 +19,7 @@ from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.config.sections.runtime import ReportConfig
+from mega_agentrl.config.sections.tools import WorkspaceToolConfig
 from tests.config.refusals import refused, refused_setting
 
 
@@ -39,6 +41,24 @@ def test_every_local_file_must_exist(config):
     assert refused_setting(check_data, config) == ("data.train", "/nowhere.jsonl")
     config.data.dataset_class = "my.module:Rows"
     check_data(config)
+
+
+@pytest.mark.parametrize(
+    ("root", "folder", "key"),
+    [
+        ("host", "nowhere", "tool.workspace.folder"),
+        ("nowhere", "", "tool.workspace.root"),
+        ("host", ".", None),
+        ("", "nowhere", None),
+    ],
+    ids=["no folder", "no root", "both", "disabled"],
+)
+def test_the_folders_of_a_workspace_must_exist(config, root, folder, key):
+    config.tool.workspace = WorkspaceToolConfig(root=root, folder=folder)
+    if key is None:
+        check_workspace(config)
+    else:
+        assert refused_setting(check_workspace, config) == (key, "nowhere")
 
 
 def test_a_prompt_template_must_exist(config, tmp_path):

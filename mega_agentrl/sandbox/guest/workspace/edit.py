@@ -7,7 +7,6 @@ It runs with the rights of the policy's code, in the workspace. Relative paths s
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,8 @@ def run_edit(request_json: str) -> str:
         text = _read(path)
         if request["command"] == "replace":
             return _replace(path, text, request["old"], request["new"])
-        return _view(text, request.get("first_line"), request.get("last_line"))
+        first, last = request.get("first_line"), request.get("last_line")
+        return _view(text, int(first or 1), None if last is None else int(last))
     except OSError as error:
         raise EditError(f"{path}: {error.strerror}") from error
 
@@ -59,11 +59,10 @@ def _create(path: Path, text: str) -> str:
     return f"{verb} {path}, {_count(text)} lines."
 
 
-def _view(text: str, first: int | None, last: int | None) -> str:
+def _view(text: str, first: int, last: int | None) -> str:
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
-    first = 1 if first is None else first
     last = len(lines) if last is None else min(last, len(lines))
     if lines and not 1 <= first <= last:
         raise EditError(f"lines {first} to {last}: the file has {len(lines)} lines")
@@ -76,11 +75,10 @@ def _replace(path: Path, text: str, old: str, new: str) -> str:
     if count != 1:
         raise EditError(f"{path}: the text to replace occurs {count} times, expected exactly once")
     changed = text.replace(old, new)
-    # The file keeps its mode and its hard links; a crash between the two cannot be seen.
+    # Written in place, so that the file keeps its mode and its hard links.
     with path.open("r+b") as file:
         file.write(changed.encode())
         file.truncate()
-        os.fsync(file.fileno())
     start = text[: text.index(old)].count("\n") + 1
     around = _view(changed, max(1, start - 2), start + new.count("\n") + 2)
     return f"Replaced in {path}:\n{around}"
