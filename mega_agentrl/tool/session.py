@@ -10,10 +10,10 @@ If all first calls of a method of a user's tool raise, the run ends (`types.firs
 
 `create`, `fork`, `calc_reward` and `release` wait at most `lifecycle_timeout_s` (the tool's or the
 session's) for each tool and raise `ToolSessionError` if one fails. States created before a failure
-or cancellation are released, and so is a state that arrives too late. Sessions are independent. Calls of one session may run
-concurrently; calls to one tool take turns in order of arrival, unless the tool keeps no state
-(`create` returned None). Tools of one `state_group` share a state and these turns; the first of
-them in the session creates, copies and releases it.
+or cancellation are released, and so is a state that arrives too late. Sessions are independent.
+Calls of one session may run concurrently; calls to one tool take turns in order of arrival, unless
+the tool keeps no state (`create` returned None). Tools of one `state_group` share a state and these
+turns; the first of them in the session creates, copies and releases it.
 """
 
 from __future__ import annotations

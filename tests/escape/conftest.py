@@ -1,4 +1,4 @@
-"""Two pools for all attacks, one for each way in which code meets them."""
+"""Three pools for all attacks, one for each way in which code meets them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
+from tests.escape.workspace_target import WorkspaceRunner
 from tests.sandbox.sandboxes import shared_pool
+from tests.sandbox.workspace.workspaces import shared_workspace_pool
 
 LIMIT_S = 30.0
 OVERTIME_S = 20.0
@@ -18,11 +20,20 @@ OVERTIME_S = 20.0
 
 
 class Target:
-    """Where an attack runs: in a fresh interpreter each call, or in one session."""
+    """Where an attack runs: in a fresh interpreter each call, in one session, or in a workspace.
 
-    def __init__(self, pool, session):
+    Attributes:
+        keeps_processes: Whether processes in the background run on after their call.
+        keeps_interpreter: Whether the interpreter of a call is that of the next one.
+        num_files: More files than fit.
+    """
+
+    def __init__(self, pool, session, *, is_workspace=False):
         self.pool = pool
         self.session = session
+        self.keeps_processes = is_workspace
+        self.num_files = 200_001 if is_workspace else 5000
+        self.keeps_interpreter = session is not None and not is_workspace
 
     async def attack(self, code, timeout_s=LIMIT_S):
         """The attack's result; it must not outlive its deadline."""
@@ -67,10 +78,20 @@ def pool():
     yield from shared_pool(**OPTIONS, mode=PythonMode.stateful)
 
 
-@pytest.fixture(params=["stateless", "stateful"])
-async def target(request, stateless_pool, pool):
+@pytest.fixture(scope="session")
+def workspace_pool():
+    for pool in shared_workspace_pool(
+        timeout_s=LIMIT_S, memory_limit_mib=256, disk_limit_mib=64, num_processes=64
+    ):
+        yield WorkspaceRunner(pool)
+
+
+@pytest.fixture(params=["stateless", "stateful", "workspace"])
+async def target(request, stateless_pool, pool, workspace_pool):
     if request.param == "stateful":
         made = Target(pool, await pool.open())
+    elif request.param == "workspace":
+        made = Target(workspace_pool, await workspace_pool.open(), is_workspace=True)
     else:
         made = Target(stateless_pool, None)
     yield made

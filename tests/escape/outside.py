@@ -15,10 +15,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DEADLINE_S = 60.0
+
+interpreters_only = pytest.mark.parametrize("target", ["stateless", "stateful"], indirect=True)
+"""For attacks on what only an interpreter has, such as a channel within reach of the code."""
 
 
 def with_values(code: str, **values: object) -> str:

@@ -138,8 +138,10 @@ async def test_many_children(target, tmp_path, marker):
     result, most = await most_processes(target.attack(code))
     assert "made 200" not in result.output
     assert most < before + 200
-    # A session that is still there goes by the name that it gave itself.
-    assert vanish(marker, num_left=1 if target.session else 0)
+    if target.keeps_processes:
+        await target.start_again()
+    # An interpreter that is still there goes by the name that it gave itself.
+    assert vanish(marker, num_left=1 if target.keeps_interpreter else 0)
 
 
 async def test_fork_bomb(target, tmp_path, marker):
@@ -209,7 +211,7 @@ async def test_output_without_end(target, tmp_path, fd):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = await target.attack(code, 0.7)
     assert result.status.value in ("ok", "timeout")
-    assert len(result.output) < 5000
+    assert len(result.output) < 9000
     if sys.platform == "linux":
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 

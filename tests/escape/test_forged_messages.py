@@ -10,7 +10,7 @@ import sys
 import pyseccomp
 import pytest
 
-from tests.escape.outside import with_values
+from tests.escape.outside import interpreters_only, with_values
 
 SEND = """
 import array, os, socket, time
@@ -83,6 +83,7 @@ async def neighbour(target):
     return other
 
 
+@interpreters_only
 @pytest.mark.parametrize("kind", FORGED)
 async def test_forged_messages(target, kind):
     replaced = target.pool.num_replaced
@@ -97,6 +98,7 @@ async def test_forged_messages(target, kind):
     await target.start_again()
 
 
+@interpreters_only
 async def test_a_flood_of_descriptors(target):
     """Each message carries some, and the frame never ends."""
     replaced = target.pool.num_replaced

@@ -106,7 +106,9 @@ async def test_a_session_that_takes_all_leaves_its_neighbour_enough(target, mark
     taken = await (target.session or target.pool).run(
         with_values(TAKE, kind=kind, name=marker, hold_s=0)
     )
-    assert int(taken.output.splitlines()[-1]) <= MOST[kind]
+    # A workspace may open four times as many files, as build tools do.
+    factor = 4 if kind.endswith("pipe") and target.keeps_processes else 1
+    assert int(taken.output.splitlines()[-1]) <= factor * MOST[kind]
     for runner in {other, fresh} if target.session else ():
         await runner.close()
     assert target.pool.num_replaced == replaced

@@ -115,7 +115,9 @@ async def test_every_folder(target, tmp_path, marker):
     lines = (await target.attack(everywhere, 10.0)).output.splitlines()
     assert lines[-1] == "end"
     writable = {str(Path(line).parent) for line in lines[:-1]}
-    assert all(f"{folder}/".startswith(("/tmp/", "/dev/shm/")) for folder in writable), writable
+    assert all(
+        f"{folder}/".startswith(("/tmp/", "/dev/shm/", "/workspace/")) for folder in writable
+    ), writable
     for folder in (*writable, str(tmp_path)):
         assert not Path(folder, marker).exists()
 
@@ -213,7 +215,7 @@ async def test_all_inodes(target, tmp_path, place):
     code = with_values(MANY_FILES, folders=[place], count=None, prefix="full")
     said, made = (await target.attack(code)).output.splitlines()
     assert said in ("No space left on device", "Read-only file system", "Permission denied")
-    assert int(made) < 5000
+    assert int(made) < target.num_files
     await others_write(target)
     await target.attack(CLEAN)
 

@@ -23,6 +23,7 @@ from tools import (
     bench_rollout,
     bench_sandbox,
     bench_tree,
+    bench_workspace,
     delayed_tools,
 )
 from tools.measurement import PeakMemory, bench_line, select_cases
@@ -160,8 +161,9 @@ def test_driver_seconds_add_up():
         (bench_sandbox.main, "stateful/p99"),
         (bench_neighbours.main, "stateful/fork bomb/fork-max"),
         (bench_tree.main, "memory/chain20/dense"),
+        (bench_workspace.main, "fork/10MB/p50"),
     ],
-    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours", "tree"],
+    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours", "tree", "workspace"],
 )
 def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2

@@ -55,11 +55,11 @@ def shell_arguments(command: str) -> list[bytes]:
     """
     steps = [
         f"\\builtin source /dev/fd/{_STATE_FD} >/dev/null 2>&1",
-        f"\\builtin exec {_STATE_FD}<&-",
         f"RANDOM={random.SystemRandom().randrange(1 << 15)}",
         "\\builtin unset BASH_EXECUTION_STRING",
         f"\\builtin trap -- {_SAVE_TRAP} EXIT",
-        f"\\builtin eval {shlex.quote(command)}",
+        # Programs do not get the descriptor of the state that was read.
+        f"\\builtin eval {shlex.quote(command)} {_STATE_FD}<&-",
         f'\\builtin trap -- {_SAVE_TRAP}"; \\builtin exit $?" EXIT',
     ]
     return [b"bash", b"-c", "; ".join(steps).encode("utf-8", "surrogateescape")]
