@@ -36,6 +36,12 @@ class Cgroup:
         """Files to which a process writes its id to join the group; empty without a group."""
         return [str(folder / "cgroup.procs") for folder in self._folders]
 
+    @property
+    def limits_memory(self) -> bool:
+        """Whether the total memory of the group's processes is limited."""
+        names = ("memory.max", "memory.limit_in_bytes")
+        return any((folder / name).exists() for folder in self._folders for name in names)
+
     def add(self, pid: int) -> None:
         """Move a process into the group, and read back that it is there.
 

@@ -19,7 +19,7 @@ from tests.escape.test_writes import MOUNT
 
 ROOT = Path(__file__).parents[2]
 USER = "61537"
-MODES = ("stateless", "stateful")
+MODES = ("stateless", "stateful", "workspace")
 
 
 def as_user(*command):
@@ -42,7 +42,8 @@ def launcher():
         folder = Path(name)
         folder.chmod(0o755)
         shutil.copytree(ROOT / "mega_agentrl", folder / "mega_agentrl")
-        shutil.copy(Path(__file__).with_name("user_pool.py"), folder)
+        for program in ("user_pool.py", "workspace_target.py"):
+            shutil.copy(Path(__file__).with_name(program), folder)
         places = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
         environment = {"PATH": os.environ["PATH"], "PYTHONPATH": ":".join([name, *places])}
         check = (
@@ -82,10 +83,17 @@ def test_fork_bomb(launcher, mode, tmp_path, marker):
     assert vanish(marker)
 
 
-def test_fork(launcher):
-    codes = "x = 5; open('f', 'w').write('g')", "print(x, open('f').read())"
-    results = attack(launcher, "stateful", *codes, timeout_s=30.0, fork=True)
-    assert results[1:] == [["ok", "5 g"]] * 2
+@pytest.mark.parametrize(
+    ("mode", "codes", "expected"),
+    [
+        ("stateful", ("x = 5; open('f', 'w').write('g')", "print(x, open('f').read())"), "5 g"),
+        ("workspace", ("open('f', 'w').write('g')", "print(open('f').read())"), "g"),
+    ],
+    ids=["stateful", "workspace"],
+)
+def test_fork(launcher, mode, codes, expected):
+    results = attack(launcher, mode, *codes, timeout_s=30.0, fork=True)
+    assert results[1:] == [["ok", expected]] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)

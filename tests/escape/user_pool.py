@@ -10,23 +10,28 @@ import json
 import sys
 from typing import Any
 
+from workspace_target import WorkspaceSession
+
 from mega_agentrl.config.enums import PythonMode
-from mega_agentrl.config.sections.tools import PythonToolConfig
+from mega_agentrl.config.sections.tools import PythonToolConfig, WorkspaceToolConfig
 from mega_agentrl.sandbox.pool import SandboxPool
+from mega_agentrl.sandbox.workspace.pool import WorkspacePool
 
 
 async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
     """Status and output of every code in order; with `fork`, of the last one in a fork, too."""
-    values = {
-        "num_workers": 2,
-        "memory_limit_mib": 128,
-        "preload_modules": [],
-        "mode": PythonMode(job["mode"]),
-    }
-    pool = SandboxPool(PythonToolConfig(**values))
+    pool: SandboxPool
+    if job["mode"] == "workspace":
+        pool = WorkspacePool(WorkspaceToolConfig(root="host", num_processes=64))
+    else:
+        mode = PythonMode(job["mode"])
+        values = {"num_workers": 2, "memory_limit_mib": 128, "preload_modules": []}
+        pool = SandboxPool(PythonToolConfig(**values, mode=mode))
     await pool.start()
     try:
-        runner = await pool.open() if job["mode"] == "stateful" else pool
+        runner: Any = pool if job["mode"] == "stateless" else await pool.open()
+        if job["mode"] == "workspace":
+            runner = WorkspaceSession(runner)
         results = [await runner.run(code, job["timeout_s"]) for code in job["codes"]]
         if job["fork"]:
             results.append(await (await runner.fork()).run(job["codes"][-1], job["timeout_s"]))

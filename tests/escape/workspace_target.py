@@ -22,7 +22,7 @@ class WorkspaceSession:
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code` in a new interpreter; return the result without the note of its exit code."""
-        result = await self._session.run(f"python -I -c {shlex.quote(code)}", timeout_s)
+        result = await self._session.run(f"python3 -I -c {shlex.quote(code)}", timeout_s)
         output = result.output.replace("[exit code 137]", "[signal 9]")
         return replace(result, output=re.sub(r"\n?\[exit code \d+\]$", "", output))
 

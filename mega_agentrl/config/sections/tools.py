@@ -75,9 +75,10 @@ class WorkspaceToolConfig(Section, key="tool.workspace"):
     num_workers: Annotated[int, Range(at_least=1, at_most=4096)] = 2
     """Concurrent calls, and sandboxes that share the workspaces."""
     timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 60.0
-    """Wall-clock limit of a call; also the CPU-time limit of each of its processes."""
+    """Wall-clock limit of a call."""
     reward_timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 300.0
-    """Limit of the setup command, and of the reward command, which gives 0.0 if it is exceeded."""
+    """Limit of the setup command, and of the reward command, which gives 0.0 if it is exceeded. The
+    larger of this and `timeout_s` is the CPU-time limit of each process."""
     memory_limit_mib: Annotated[int, Range(at_least=64, at_most=16_777_216, unit="MiB")] = 4096
     """Memory of all processes and written files of a trajectory and its forks together, where a
     control group can be created; else the address space of each process."""

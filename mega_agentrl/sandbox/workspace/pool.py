@@ -75,13 +75,13 @@ class WorkspacePool(SandboxPool):
         config = self._workspace_config
         self._layers = _layers(config)
         check_machine()
-        total_cgroup = create_cgroup(memory_mib=config.memory_limit_mib, num_processes=1)
-        has_cgroup = bool(total_cgroup.procs_files)
-        total_cgroup.close()
+        sample = create_cgroup(memory_mib=config.memory_limit_mib, num_processes=1)
+        limits_memory = sample.limits_memory
+        sample.close()
         self._settings = GuestSettings(
             seccomp_filter=seccomp_filter_base64(stateful=False),
             stateful=True,
-            memory_mib=0 if has_cgroup else config.memory_limit_mib,
+            memory_mib=0 if limits_memory else config.memory_limit_mib,
             cpu_limit_s=max(1.0, config.timeout_s, config.reward_timeout_s),
             num_processes=config.num_processes,
             num_open_files=_NUM_OPEN_FILES,
