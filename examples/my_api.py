@@ -1,4 +1,4 @@
-"""A simulated service with a state, whose methods become tools: docs/own_agent.md."""
+"""A simulated service with a state, whose methods become tools: docs/own_user.md."""
 
 from typing import Any
 

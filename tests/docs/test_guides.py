@@ -43,7 +43,7 @@ from tests.train.test_advantages import batch
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("own_tool", "own_reward", "own_algorithm", "own_agent")),
+    *(f"docs/{name}.md" for name in ("own_tool", "own_reward", "own_algorithm", "own_user")),
     "docs/data.md",
 )
 DEADLINE_S = 20
@@ -293,7 +293,7 @@ def test_the_advantage_is_what_its_docstring_says(place):
 
 
 def test_the_user_who_thinks_of_a_number_ends_at_the_right_guess(place):
-    place("docs/own_agent.md")
+    place("docs/own_user.md")
     (guess,) = load_interactions("guess.yaml")
     assert guess.name == "guess"
 

@@ -314,13 +314,15 @@ def set_fork_lengths(trajectories: list[Trajectory]) -> None:
     """Shorten what each fork shares with its parent, once both have ended, to what both begin with.
 
     The parent may have continued an earlier branch of its contexts after the fork, so that the
-    responses of both part earlier than where the fork was made.
+    responses of both part earlier than where the fork was made. Then they share whole turns.
     """
     by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
     for trajectory in trajectories:
         if trajectory.parent_id is not None:
             shared = _shared_length(by_id[trajectory.parent_id], trajectory)
-            trajectory.fork_len = min(trajectory.fork_len, shared)
+            if shared < trajectory.fork_len:
+                starts = [turn.start for turn in trajectory.turns if turn.start <= shared]
+                trajectory.fork_len = max(starts, default=0)
 
 
 def _shared_length(parent: Trajectory, child: Trajectory) -> int:

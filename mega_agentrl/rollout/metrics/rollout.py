@@ -124,6 +124,8 @@ def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
 
     forks_per_prompt, extra_roots_per_prompt, decisions_per_prompt
                                 mean per tree; a decision is one question to the branch policy
+    abandoned_forks_per_prompt  mean per tree of forks that an agent could not repeat; only if there
+                                are any
     fork_rate                   share of decisions that forked
     delta_h                     mean of the probe's entropy minus the baseline over all decisions,
                                 nats (with `released` in its own unit); left out without decisions
@@ -148,6 +150,8 @@ def branch_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
             _num_inherited_and_total_calls(path) for path in paths
         ),
     }
+    if num_abandoned := sum(tree.num_abandoned_forks for tree in trees):
+        values["abandoned_forks_per_prompt"] = num_abandoned / len(trees)
     if rises:
         values["delta_h"] = sum(rises) / len(rises)
     gaps = [path.topk_entropy_error for path in paths if path.topk_entropy_error is not None]
