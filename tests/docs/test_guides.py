@@ -43,7 +43,10 @@ from tests.train.test_advantages import batch
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("own_tool", "own_reward", "own_algorithm", "own_user")),
+    *(
+        f"docs/{name}.md"
+        for name in ("own_tool", "own_reward", "own_algorithm", "own_agent", "own_user")
+    ),
     "docs/data.md",
 )
 DEADLINE_S = 20
@@ -124,6 +127,7 @@ def place(tmp_path, monkeypatch):
         generated.write_text(INTERACTION_FILE)
         for block in FILES:
             if block.guide == guide:
+                (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / block.file).write_text(block.text)
         monkeypatch.chdir(tmp_path)
         return tmp_path

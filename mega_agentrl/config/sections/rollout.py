@@ -156,7 +156,8 @@ class RolloutConfig(GroupSelectionConfig):
     """Size up to which resized pixels of recent images are kept on the driver."""
     agent: dict[str, Any] = field(default_factory=dict)
     """The user's own agent in place of the native loop: `_target_`, a function or class as
-    `FILE.py:NAME` or `package.module.NAME`, and its arguments; empty for none."""
+    `FILE.py:NAME` or `package.module.NAME`, and its arguments. Nothing, or an empty `_target_`, is
+    the native loop."""
     interaction_config_file: str = ""
     """Yaml list of simulated users; empty for none."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
@@ -169,6 +170,8 @@ class RolloutConfig(GroupSelectionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.agent.get("_target_") == "":  # an override can empty the block of a preset only so
+            self.agent = {}
         self.branching = parse_choice(self.branching, Branching, "rollout.branching")
         check_range(
             not self.branch.entropy_estimate_top_k or self.temperature == 1,
