@@ -1,0 +1,85 @@
+"""Runs whose agent talks to an SDK: engine and policy see the same tokens, forks included."""
+
+import math
+
+import pytest
+
+from tests.e2e.conftest import ROOT, finish, start
+from tests.e2e.overrides import make_task, task_overrides
+from tests.train.metric_lines import metric_lines
+
+SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=2000")
+ANTHROPIC_AGENT = """
+import anthropic
+
+
+async def run(prompt, base_url, api_key):
+    async with anthropic.AsyncAnthropic(
+        base_url=base_url.removesuffix("/v1"), api_key=api_key
+    ) as client:
+        messages = list(prompt)
+        shown = await client.get("/v1/tools", cast_to=list)
+        tools = [
+            {
+                "name": tool["function"]["name"],
+                "description": tool["function"].get("description", ""),
+                "input_schema": tool["function"]["parameters"],
+            }
+            for tool in shown
+        ]
+        for _ in range(6):
+            answer = await client.messages.create(
+                model="policy", max_tokens=60, messages=messages, tools=tools
+            )
+            messages.append({"role": "assistant", "content": answer.content})
+            results = [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": block.id,
+                    "content": (
+                        await client.post(
+                            f"/v1/tools/{block.name}", body=block.input, cast_to=dict
+                        )
+                    )["answer"],
+                }
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            if not results:
+                return
+            messages.append({"role": "user", "content": results})
+"""
+
+
+@pytest.mark.slow(120)
+@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
+def test_an_agent_that_talks_to_an_sdk_is_trained_and_forked(sdk, tmp_path):
+    data, run_dir = tmp_path / "toolqa_chat", tmp_path / "run"
+    make_task("toolqa_chat", data, *SIZES)
+    agent = ROOT / "examples" / "openai_agent.py"
+    if sdk == "anthropic":
+        agent = tmp_path / "agent.py"
+        agent.write_text(ANTHROPIC_AGENT)
+    child = start(
+        "experiment=smoke_openai",
+        f"rollout.agent._target_={agent}:run",
+        "rollout.branching=after_result",
+        "rollout.branch.alpha=5",  # forks wherever it is asked
+        "sft.max_steps=400",
+        "total_steps=2",
+        "data.prompts_per_step=8",
+        "evaluate.num_questions=20",
+        f"tool.search.source={data}/corpus.jsonl",
+        *task_overrides(data, run_dir),
+    )
+    code, output = finish(child, 480)
+    assert code == 0, output[-3000:]
+    lines = metric_lines(run_dir, "rl")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert math.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0
+        assert line["mismatch/logp_mean_abs"] < 1e-5
+        assert line["rollout/forks_per_prompt"] > 0
+        assert "rollout/abandoned_forks_per_prompt" not in line
+        assert line["rollout/stop/agent_failure"] == 0
+    assert sum(line["rollout/tool_calls_mean"] for line in lines) > 0
