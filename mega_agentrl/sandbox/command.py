@@ -366,15 +366,14 @@ def _launch(command: SandboxedCommand) -> _Launched:
             raise CommandStartError(f"{command.command[0]} does not start: there is no {path}")
     uid_lease = lease_uid() if command.is_isolated else None
     cgroup = Cgroup([])
-    descriptors: list[int] = []
+    status_fd, child_status_fd = os.pipe()
+    descriptors = [child_status_fd]
     try:
         if command.is_isolated:
             cgroup = create_cgroup(
                 memory_mib=command.memory_limit_mib + _LAUNCHER_MIB,
                 num_processes=command.max_processes + _NUM_LAUNCHER_PROCESSES,
             )
-        status_fd, child_status_fd = os.pipe()
-        descriptors += [child_status_fd]
         files = {"/etc/passwd": _memory_file(_PASSWD), "/etc/hosts": _memory_file(_HOSTS)}
         descriptors += files.values()
         settings = _launcher_settings(command, child_status_fd)
@@ -396,6 +395,7 @@ def _launch(command: SandboxedCommand) -> _Launched:
             new_group=not command.is_isolated,
         )
     except BaseException as error:
+        os.close(status_fd)
         cgroup.close()
         if uid_lease is not None:
             uid_lease.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
+from mega_agentrl.sandbox import command as command_module
 from mega_agentrl.sandbox.command import CommandStartError, SandboxedCommand, start
 from tests.escape.outside import pids_named
 from tests.sandbox.sandboxes import named, wait_until_running
@@ -257,3 +258,17 @@ async def test_the_environment_is_not_in_any_command_line():
                 lines.append(path.read_bytes())
     assert any(code.encode() in line for line in lines)
     assert not any(secret.encode() in line for line in lines)
+
+
+async def test_a_launch_that_fails_leaves_no_descriptors_open(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(command_module, "start_child", refuse)
+    with pytest.raises(CommandStartError):  # caches are filled
+        await start(SandboxedCommand(command=("true",)))
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(CommandStartError):
+            await start(SandboxedCommand(command=("true",)))
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
