@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,10 +153,12 @@ async def _send(process: SandboxedProcess, task: AgentTask) -> None:
 
 async def _read_last_line(process: SandboxedProcess) -> bytes:
     """Read the standard output to its end; its length is not bounded, what is kept is."""
-    tail: deque[bytes] = deque(maxlen=2)
+    tail = bytearray()
     while chunk := await process.stdout.read(_MAX_LINE_BYTES):
-        tail.append(chunk)
-    return b"".join(tail).rstrip().rpartition(b"\n")[2]
+        tail += chunk
+        if len(tail) > 2 * _MAX_LINE_BYTES:  # cut rarely, because it copies
+            del tail[:-_MAX_LINE_BYTES]
+    return bytes(tail).rstrip().rpartition(b"\n")[2]
 
 
 def _parse_reward(line: bytes) -> AgentResult:

@@ -45,6 +45,13 @@ async def test_command_reaches_the_gateway_and_returns_parts(codec):
     assert trajectory.tool_rewards == {"agent.length": float(len(content))}
 
 
+async def test_reward_line_may_come_in_pieces(codec):
+    for_each = "for text in ('0.1', '2', '5'): print(text, end='', flush=True); time.sleep(0.2)"
+    program = f"{ASK}\nimport time\n{for_each}"
+    trajectory = await run_agent(codec, agent_of(program, reads_reward=True))
+    assert trajectory.tool_rewards == {"agent": 0.125}
+
+
 @pytest.mark.parametrize(
     ("program", "stop_reason", "reason"),
     [
