@@ -150,6 +150,9 @@ class AgentSession:
         self._failed_blocks: dict[Block, str] = {}
         self._undelivered: dict[Block, dict[str, asyncio.Task[ChatAnswer]]] = {}
         self._running: dict[str, asyncio.Task[ChatAnswer]] = {}
+        self._engine_ids: set[str] = set()
+        """Requests that the engine runs; a turn with a probe takes two."""
+        self._tool_calls: set[asyncio.Task[ToolOutcome]] = set()
         self._num_samples: dict[Block, int] = {}
         self._num_requests = 0
         self._block_by_answer_id: dict[str, Block] = {}
@@ -168,12 +171,12 @@ class AgentSession:
         Raises:
             GatewayError: the request cannot be answered.
         """
-        if self._is_closed:
-            raise GatewayError(ErrorKind.unknown_key, "the session has ended")
+        self._check_open()
         if self._spent is not None and self._has_sent_stop:
             raise self._budget_error(self._spent)
         request = self._continued(request)
         await self._check_images(request)
+        self._check_open()
         block = self.tree.find_or_add(request.messages, request.tools)
         if is_retry and (lost := self._undelivered.get(block)):
             self.num_reused_answers += 1
@@ -210,12 +213,21 @@ class AgentSession:
         Raises:
             GatewayError: the session has ended, or the tools cannot be created.
         """
-        if self._is_closed:
-            raise GatewayError(ErrorKind.unknown_key, "the session has ended")
+        self._check_open()
+        call = asyncio.create_task(self.scope.tools.call(name, arguments))
+        self._tool_calls.add(call)
+        call.add_done_callback(self._tool_calls.discard)
         try:
-            return await self.scope.tools.call(name, arguments)
+            return await call
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
         except INFRA_ERRORS as error:
             raise GatewayError(ErrorKind.engine_failed, f"tool {name}: {error}") from error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise GatewayError(ErrorKind.unknown_key, "the session has ended")
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a conversation; nothing is sampled or kept.
@@ -234,19 +246,24 @@ class AgentSession:
             self._undelivered[block].pop(answer.answer_id)
 
     async def close(self) -> None:
-        """Refuse further requests and end the running ones; their tokens are kept."""
+        """Refuse further requests and end the running ones; their tokens are kept.
+
+        Running calls of tools are cancelled.
+        """
         self._is_closed = True
         generator = self.scope.context.generator
-        running = dict(self._running)
+        running, calls = tuple(self._running.values()), tuple(self._tool_calls)
+        for call in calls:
+            call.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                for name in running:
+                for engine_id in tuple(self._engine_ids):
                     with suppress(*INFRA_ERRORS):
-                        await generator.abort(name)
-                await asyncio.gather(*running.values(), return_exceptions=True)
-        for task in running.values():
+                        await generator.abort(engine_id)
+                await asyncio.gather(*running, return_exceptions=True)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*running.values(), return_exceptions=True)
+        await asyncio.gather(*running, *calls, return_exceptions=True)
 
     def build_response(self) -> SessionResponse:
         """Return all sampled tokens as the response of a trajectory."""
@@ -408,10 +425,12 @@ class AgentSession:
         if probe is None or not 0 < num_probed < max_tokens:
             return await self._generate(engine_request)
         piece = await self._generate(replace(engine_request, max_tokens=num_probed))
-        if piece.finish_reason is not FinishReason.aborted:
+        if piece.finish_reason is not FinishReason.aborted and not self._is_closed:
             await probe.on_sampled(self, block, piece)
         if piece.finish_reason is not FinishReason.length:
             return piece
+        if self._is_closed:  # perhaps while the forks were made
+            return replace(piece, finish_reason=FinishReason.aborted)
         rest = replace(
             engine_request,
             request_id=f"{pending.name}.1",
@@ -425,8 +444,18 @@ class AgentSession:
         )
 
     async def _generate(self, request: GenerateRequest) -> Generation:
-        work = generate_or_abort(self.scope.context.generator, request)
-        return await self.scope.spans.trace_generate(request, work)
+        """Run a request of the engine, which `close` can end.
+
+        Raises:
+            GatewayError: the session has ended.
+        """
+        self._check_open()
+        self._engine_ids.add(request.request_id)
+        try:
+            work = generate_or_abort(self.scope.context.generator, request)
+            return await self.scope.spans.trace_generate(request, work)
+        finally:
+            self._engine_ids.discard(request.request_id)
 
     def _max_tokens(self, block: Block, request: ChatRequest) -> int:
         """Return how many tokens may be sampled after a block, at least 1."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.rollout.gateway.chat import ChatRequest
-from mega_agentrl.rollout.gateway.session import AgentSession
+from mega_agentrl.rollout.gateway.session import CLOSE_TIMEOUT_S, AgentSession, Probe
 from mega_agentrl.types.records import (
+    FinishReason,
     RolloutTree,
     Score,
     StopReason,
@@ -259,3 +261,54 @@ async def test_random_clients_lose_no_token_and_encode_none_twice(codec):
 @pytest.mark.timeout(1200)
 async def test_100_000_calls_of_random_clients(codec):
     assert await fuzz(codec, 100_000, seed=2) >= 100_000
+
+
+class HeldEngine(Script):
+    """An engine that runs its second request until it is aborted."""
+
+    def __init__(self, codec, turns):
+        super().__init__(codec, turns)
+        self.aborted = {}
+
+    async def generate(self, request):
+        generation = await super().generate(request)
+        if len(self.requests) != 2:
+            return generation
+        await self.aborted.setdefault(request.request_id, asyncio.Event()).wait()
+        return replace(generation, finish_reason=FinishReason.aborted)
+
+    async def abort(self, request_id):
+        if request_id in self.aborted:
+            self.aborted[request_id].set()
+
+
+async def test_closing_keeps_the_tokens_of_both_pieces_of_a_turn_with_a_probe(codec):
+    async def ignore(*args):
+        pass
+
+    engine = HeldEngine(codec, ["so it is 5", " and more"])
+    probe = Probe(num_tokens=lambda session, block: 3, on_sampled=ignore)
+    session = AgentSession(replace(make_session_scope(codec, engine), probe=probe))
+    asking = asyncio.create_task(ask(session, [QUESTION]))
+    while not engine.aborted and not asking.done():
+        await asyncio.sleep(0)
+    async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
+        await session.close()
+        await asking
+    first, second = engine.requests
+    num_first = len(second.token_ids) - len(first.token_ids)
+    trajectory = trajectory_of(session)
+    assert tuple(trajectory.token_ids[:num_first]) == second.token_ids[-num_first:]
+    assert sum(trajectory.loss_mask) > num_first == 3
+
+
+async def test_session_that_closes_while_the_forks_are_made_samples_no_more(codec):
+    engine = Script(codec, ["so it is 5"])
+
+    async def close(session, block, generation):
+        session._is_closed = True
+
+    probe = Probe(num_tokens=lambda session, block: 3, on_sampled=close)
+    session = AgentSession(replace(make_session_scope(codec, engine), probe=probe))
+    await ask(session, [QUESTION])
+    assert sum(trajectory_of(session).loss_mask) == 3
