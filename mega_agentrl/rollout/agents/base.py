@@ -118,6 +118,8 @@ def reward_parts(result: Any) -> dict[str, float]:
 def _finite_number(value: Any, key: str) -> float:
     try:
         number = float(value)
+    except OverflowError as error:  # an integer, too long to be shown
+        raise AgentResultError(f"{key}: got an integer beyond the range of floats") from error
     except (TypeError, ValueError) as error:
         raise AgentResultError(f"{key}: got {value!r}, expected a number or None") from error
     if isinstance(value, str) or not math.isfinite(number):

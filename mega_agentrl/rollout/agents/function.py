@@ -59,8 +59,15 @@ class FunctionAgent:
         self._threads = None if is_async else ThreadPoolExecutor(_MAX_THREADS, "agent")
 
     async def run(self, task: AgentTask) -> Any:
-        """Run the function and return what it returns."""
+        """Run the function and return what it returns.
+
+        Raises:
+            RuntimeError: the function called `sys.exit`, which would end the run.
+        """
         call = partial(self._function, **{name: getattr(task, name) for name in self._names})
-        if self._threads is None:
-            return await call()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        try:
+            if self._threads is None:
+                return await call()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except SystemExit as error:
+            raise RuntimeError(f"{self.name} called sys.exit({error.code!r})") from error

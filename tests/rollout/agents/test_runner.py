@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import sys
 from dataclasses import replace
 
 import aiohttp
@@ -111,6 +112,18 @@ async def return_nan(prompt):
     return float("nan")
 
 
+async def return_huge_integer(prompt):
+    return 10**400
+
+
+async def exit_from_coroutine(prompt):
+    sys.exit(2)
+
+
+def exit_from_thread(prompt):
+    sys.exit("usage: agent FILE")
+
+
 async def cancel_itself(prompt):
     raise asyncio.CancelledError
 
@@ -139,13 +152,19 @@ async def ask_for_ever(prompt, base_url, api_key):
         (raise_error, StopReason.agent_failure),
         (return_text, StopReason.agent_failure),
         (return_nan, StopReason.agent_failure),
+        (return_huge_integer, StopReason.agent_failure),
+        (exit_from_coroutine, StopReason.agent_failure),
+        (exit_from_thread, StopReason.agent_failure),
         (cancel_itself, StopReason.agent_failure),
         (hang, StopReason.trajectory_timeout),
         (ignore_cancellation, StopReason.trajectory_timeout),
         # The policy has used up its turns: that is no failure of the agent.
         (ask_for_ever, StopReason.turn_limit),
     ],
-    ids=["raises", "text", "nan", "cancelled", "hangs", "stubborn", "endless"],
+    ids=[
+        *("raises", "text", "nan", "huge integer", "exits", "exits in a thread"),
+        *("cancelled", "hangs", "stubborn", "endless"),
+    ],
 )
 async def test_failed_attempt_is_masked_and_says_why(codec, agent, stop_reason):
     timeout_s = 0.3 if stop_reason is StopReason.trajectory_timeout else 20.0
