@@ -7,8 +7,8 @@ counted, unless the policy had used up its budget or the context: then the agent
 
 Where the branch policy asks after a tool's answer, the session samples a probe and may fork: a
 second instance of the agent starts from the same prompt and is answered from the record until that
-point (`gateway.record`). If its requests differ from the record, the fork is given up: `run`
-returns None, and the tree starts another root.
+point (`gateway.record`). If its requests differ from the record, or it ends earlier, the fork is
+given up: `run` returns None, and the tree starts another root.
 """
 
 from __future__ import annotations
@@ -161,7 +161,11 @@ class AgentTrajectoryRunner:
             raise session.fatal_error.result()
         if session.diverged.done():
             return None
-        return await self._build_trajectory(session, *self._read_result(session, running))
+        stop_reason, failure, rewards = self._read_result(session, running)
+        record = self._scope.record
+        if record is not None and not record.has_ended and not stop_reason.is_failure:
+            return None
+        return await self._build_trajectory(session, stop_reason, failure, rewards)
 
     def _read_result(
         self, session: AgentSession, running: asyncio.Future[AgentResult]
@@ -179,6 +183,8 @@ class AgentTrajectoryRunner:
                 rewards = reward_parts(running.result())
             except AgentResultError as bad_result:
                 error = bad_result
+        if error is None and session.is_unused:
+            error = AgentResultError("the agent ended without an answer of the policy")
         if error is not None:
             stop_reason = session.limit_reached or StopReason.agent_failure
             return stop_reason, f"{type(error).__name__}: {error}", {}
@@ -236,6 +242,8 @@ class AgentTrajectoryRunner:
         failure: str,
         rewards: dict[str, float],
     ) -> Trajectory:
+        if not stop_reason.is_failure and self._tools.failure:
+            failure, stop_reason = self._tools.failure, StopReason.tool_failure
         if not stop_reason.is_failure:
             try:
                 rewards |= await self._tools.calc_reward()

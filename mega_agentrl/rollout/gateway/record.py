@@ -32,7 +32,8 @@ class SessionRecord:
         self._generations: dict[bytes, deque[Generation]] = {}
         self._fork_digest = fork_block.digest
         self._open = {fork_block.digest, *(block.digest for block in running_blocks)}
-        self._has_ended = False
+        self.has_ended = False
+        """Whether the second instance has come to the fork."""
         stack = list(tree.roots)
         while stack:
             block = stack.pop()
@@ -54,8 +55,8 @@ class SessionRecord:
         Before the fork that holds for the blocks at the fork only, afterwards for all.
         """
         if digest in self._open:
-            self._has_ended = True
-        return self._has_ended
+            self.has_ended = True
+        return self.has_ended
 
     def is_fork(self, digest: bytes) -> bool:
         """Return whether this is the block before the fork."""

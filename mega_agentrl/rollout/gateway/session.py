@@ -289,6 +289,11 @@ class AgentSession:
         return self._spent or (StopReason.length if self._has_exceeded_context else None)
 
     @property
+    def is_unused(self) -> bool:
+        """Whether the agent got no answer of the policy, and no limit was the reason."""
+        return not self.tree.num_answers and not self._failed_blocks and not self.limit_reached
+
+    @property
     def running_blocks(self) -> list[Block]:
         """Blocks after which an answer is being sampled."""
         return [

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.gateway.matching import call_key
+from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -63,6 +64,16 @@ class SessionTools:
         self._outcomes.append((key, outcome))
         return outcome
 
+    @property
+    def failure(self) -> str:
+        """Answer of the first call that the infrastructure failed; empty if it failed none."""
+        failed = (
+            outcome.answer
+            for _, outcome in self._outcomes
+            if outcome.status is ToolStatus.infra_error
+        )
+        return next(failed, "")
+
     async def copy_at_fork(self) -> ToolsAtFork:
         """Return the recorded outcomes and a copy of the state; an error takes the copy's place."""
         copy: ToolSession | RuntimeError | OSError | None = None
@@ -74,8 +85,14 @@ class SessionTools:
         return ToolsAtFork(copy, list(self._outcomes))
 
     async def calc_reward(self) -> dict[str, float]:
-        """Return the final reward by tool name; empty if no tool was called."""
-        if self._session is None or isinstance(self._session, INFRA_ERRORS):
+        """Return the final reward by tool name; empty if no tool was called.
+
+        Raises:
+            RuntimeError, OSError: the tools could not be created, or not be copied at the fork.
+        """
+        if isinstance(self._session, INFRA_ERRORS):
+            raise self._session
+        if self._session is None:
             return {}
         return await self._spans.trace_wait("reward", self._session.calc_reward())
 
@@ -88,9 +105,13 @@ class SessionTools:
     async def _open(self) -> ToolSession:
         async with self._created:
             if self._session is None:
-                self._session = self._context.tools.open_session()
-                create = self._session.create(self._prompt.tools_kwargs)
-                await self._spans.trace_wait("tools", create)
+                session = self._context.tools.open_session()
+                create = session.create(self._prompt.tools_kwargs)
+                try:
+                    await self._spans.trace_wait("tools", create)
+                    self._session = session
+                except INFRA_ERRORS as error:
+                    self._session = error  # no further call acts on tools without a state
         if isinstance(self._session, INFRA_ERRORS):
             raise self._session
         return self._session

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import aiohttp
@@ -116,6 +117,10 @@ async def return_huge_integer(prompt):
     return 10**400
 
 
+async def never_ask(prompt):
+    return 0.0
+
+
 async def exit_from_coroutine(prompt):
     sys.exit(2)
 
@@ -153,6 +158,7 @@ async def ask_for_ever(prompt, base_url, api_key):
         (return_text, StopReason.agent_failure),
         (return_nan, StopReason.agent_failure),
         (return_huge_integer, StopReason.agent_failure),
+        (never_ask, StopReason.agent_failure),
         (exit_from_coroutine, StopReason.agent_failure),
         (exit_from_thread, StopReason.agent_failure),
         (cancel_itself, StopReason.agent_failure),
@@ -162,7 +168,7 @@ async def ask_for_ever(prompt, base_url, api_key):
         (ask_for_ever, StopReason.turn_limit),
     ],
     ids=[
-        *("raises", "text", "nan", "huge integer", "exits", "exits in a thread"),
+        *("raises", "text", "nan", "huge integer", "never asks", "exits", "exits in a thread"),
         *("cancelled", "hangs", "stubborn", "endless"),
     ],
 )
@@ -292,3 +298,45 @@ def _scored(tree):
     score = Score(value=1.0, correct=True, f1=1.0, answer="", reason="")
     trajectories = [replace(trajectory, score=score) for trajectory in tree.trajectories]
     return [replace(tree, trajectories=trajectories)]
+
+
+async def fail_create(kwargs):
+    raise OSError("no sandbox is free")
+
+
+async def test_tool_failure_fails_the_attempt_although_the_agent_goes_on(codec):
+    @tool
+    async def look() -> str:
+        """A tool whose service is down."""
+        raise OSError("the service is down")
+
+    async def goes_on(prompt, base_url, api_key):
+        for _ in range(2):
+            with suppress(RuntimeError):
+                answer = await post(base_url, api_key, "/tools/look", {})
+                assert answer["status"] == "infra_error"
+        await post(base_url, api_key, "/chat/completions", {"model": "m", "messages": prompt})
+        return 0.0
+
+    for reason in ("the service is down", "no sandbox is free"):
+        (first, _) = (await grow(codec, goes_on, kit=make_kit(codec, look))).trajectories
+        assert first.stop_reason is StopReason.tool_failure
+        assert reason in first.failure_reason
+        look.create = fail_create
+
+
+async def test_fork_that_ends_before_its_parent_forked_is_given_up(codec):
+    starts = itertools.count()
+
+    async def ends_early(prompt, base_url, api_key):
+        body = {"model": "m", "messages": prompt}
+        if next(starts) < BRANCHING["branch"].initial_rollouts:
+            return await adding_agent(prompt, base_url, api_key)
+        await post(base_url, api_key, "/chat/completions", body)
+        return 1.0
+
+    policy = ChatPolicy(codec, call_rate=0.9)
+    tree = await grow(codec, ends_early, policy=policy, **BRANCHING)
+    assert tree.num_abandoned_forks > 0
+    assert tree.num_forks == 0
+    assert len(tree.trajectories) == 6
