@@ -21,6 +21,8 @@ from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.report.trace_export import open_tracer
 from mega_agentrl.report.trackers.factory import open_trackers
+from mega_agentrl.rollout.agents.base import AgentHost
+from mega_agentrl.rollout.gateway.server import Gateway
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
@@ -100,10 +102,7 @@ def build(
 
         if not has_sandbox_hosts:
             start_tools()
-        if inputs.agents is not None:
-            gateway = inputs.agents.gateway
-            stack.callback(lambda: runner.run(gateway.close()))
-            runner.run(gateway.start())
+        agents = _start_gateway(inputs, stack, runner)
         coordinator, policy, generator = _start_policy_and_engines(
             start, start_tools if has_sandbox_hosts else None
         )
@@ -134,7 +133,7 @@ def build(
             startup_s=progress.elapsed_s,
             run_coroutine=runner.run,
             interactions=inputs.interactions,
-            agents=inputs.agents,
+            agents=agents,
             images=inputs.images,
             cot_marker_ids=inputs.cot_markers,
             trigger_ids=inputs.trigger_ids,
@@ -146,6 +145,19 @@ def build(
                 gpu_name=policy.gpu_name(),
             ),
         )
+
+
+def _start_gateway(
+    inputs: RunInputs, stack: ExitStack, runner: asyncio.Runner | EventLoopThread
+) -> AgentHost | None:
+    """Start the gateway of the user's agent, if there is one."""
+    loaded = inputs.agents
+    if loaded is None:
+        return None
+    gateway = Gateway(loaded.gateway)
+    stack.callback(lambda: runner.run(gateway.close()))
+    runner.run(gateway.start())
+    return AgentHost(agent=loaded.agent, gateway=gateway, timeout_s=loaded.timeout_s)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.agents.base import AgentHost
+    from mega_agentrl.rollout.agents.base import LoadedAgent
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.mcp.server import ListedServer
     from mega_agentrl.tool.toolkit import ToolKit
@@ -77,8 +77,8 @@ class RunInputs:
     """Tools of the run."""
     interactions: InteractionProvider
     """User simulators that prompts may name."""
-    agents: AgentHost | None
-    """The user's agent, and a gateway that has not started; None without one."""
+    agents: LoadedAgent | None
+    """The user's agent; None without one."""
     images: RolloutImages | None
     """Loads images for a vision-language model; None for a model of text."""
     prompts: tuple[Prompt, ...]
@@ -105,7 +105,7 @@ class UserCode:
 
     tools: Sequence[Tool]
     """Tools of `tool.user_tools_file`."""
-    agents: AgentHost | None
+    agents: LoadedAgent | None
     """The agent of `rollout.agent`."""
     mcp_servers: Sequence[ListedServer]
     """Servers of `tool.mcp` and their tools."""

@@ -54,6 +54,8 @@ _logger = logging.getLogger(__name__)
 class SandboxPool:
     """A pool of `config.num_workers` sandboxes; call `start` before the first `run` or `open`."""
 
+    _session_type: type[SandboxSession] = SandboxSession
+
     def __init__(self, config: PythonToolConfig) -> None:
         self._config = config
         self._executor = ThreadPoolExecutor(config.num_workers, thread_name_prefix="sandbox")
@@ -227,7 +229,9 @@ class SandboxPool:
             except SandboxLostError as error:
                 last_error = error
                 continue
-            return SandboxSession(connection, group, self._run_in_thread, self._config.timeout_s)
+            return self._session_type(
+                connection, group, self._run_in_thread, self._config.timeout_s
+            )
         raise last_error
 
     def _on_group_empty(self, group: SessionGroup) -> None:

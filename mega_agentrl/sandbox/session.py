@@ -29,7 +29,7 @@ from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
-    from typing import Any, TypeVar
+    from typing import Any, Self, TypeVar
 
     from mega_agentrl.sandbox.cgroup import Cgroup
     from mega_agentrl.sandbox.client import GuestConnection, Sandbox
@@ -96,16 +96,16 @@ class SandboxSession:
         self._closed = False
         group.add_session()
 
-    async def run(
-        self, code: str, timeout_s: float | None = None, *, kind: str = "default"
-    ) -> SandboxResult:
+    async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run `code`; errors of the code are in the result. Cancelling ends the call at once.
 
         Args:
             code: What to run.
             timeout_s: Limit of the call, by default that of the session.
-            kind: Kind of the call, for workspaces only (`guest.workspace.process`).
         """
+        return await self._run(code, timeout_s, "default")
+
+    async def _run(self, code: str, timeout_s: float | None, kind: str) -> SandboxResult:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         cancel_token = CancelToken()
         try:
@@ -119,7 +119,7 @@ class SandboxSession:
             return infra_error_result(str(error))
         return result
 
-    async def fork(self) -> SandboxSession:
+    async def fork(self) -> Self:
         """Return a session that continues from this one's state.
 
         Raises:
@@ -145,7 +145,7 @@ class SandboxSession:
                 f"the session cannot be forked: {error}. Probable cause of 'No space left on "
                 "device' or 'Invalid argument': forks of forks are nested too deep"
             ) from error
-        return SandboxSession(connection, self._group, self._run_in_thread, self._timeout_s)
+        return type(self)(connection, self._group, self._run_in_thread, self._timeout_s)
 
     async def close(self) -> None:
         """End the interpreter. Safe to call twice."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.sections.tools import WorkspaceToolConfig
     from mega_agentrl.sandbox.client import SandboxResult
-    from mega_agentrl.sandbox.session import SandboxSession
+    from mega_agentrl.sandbox.workspace.pool import WorkspaceSession
 
 EMPTY_OUTPUT_MESSAGE = "[no output]"
 
@@ -46,7 +46,7 @@ _NEEDED_ARGUMENTS = {"view": (), "create": ("text",), "replace": ("old", "new")}
 class WorkspaceState:
     """The state of a trajectory."""
 
-    session: SandboxSession
+    session: WorkspaceSession
     reward_command: str
     """Empty for no reward."""
 
@@ -105,7 +105,7 @@ class WorkspaceTool(Tool):
         if not state.reward_command:
             return None
         timeout_s = self._config.reward_timeout_s
-        result = await state.session.run(state.reward_command, timeout_s, kind="clean")
+        result = await state.session.run_clean(state.reward_command, timeout_s)
         if result.status is ToolStatus.infra_error:
             raise RuntimeError(f"the reward command could not run: {result.output}")
         return float(result.status is ToolStatus.ok)
@@ -183,7 +183,7 @@ class EditTool(WorkspaceTool):
         if any("\0" in value for value in arguments.values() if isinstance(value, str)):
             raise ValueError("A text file cannot contain the character NUL.")
         request = json.dumps(dict(arguments))
-        return _to_response(await state.session.run(request, kwargs.get("timeout_s"), kind="edit"))
+        return _to_response(await state.session.edit(request, kwargs.get("timeout_s")))
 
 
 class WorkspaceTools(ToolSet):

@@ -92,7 +92,12 @@ def test_a_fork_shares_no_more_than_there_is(fork_len):
 
 @pytest.mark.parametrize("reason", list(StopReason))
 def test_only_infrastructure_failures_are_failures(reason):
-    failures = {StopReason.tool_failure, StopReason.aborted, StopReason.trajectory_timeout}
+    failures = {
+        StopReason.tool_failure,
+        StopReason.agent_failure,
+        StopReason.aborted,
+        StopReason.trajectory_timeout,
+    }
     assert trajectory(stop_reason=reason).failed is (reason in failures)
 
 

@@ -82,8 +82,12 @@ def make_tool_demonstration(question: Question) -> list[Message]:
     return messages
 
 
+def _format_guess(answer: str) -> str:
+    return f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
+
+
 def make_guess_demonstration(
-    question: Question, rng: random.Random, format_guess: Callable[[str], str]
+    question: Question, rng: random.Random, format_guess: Callable[[str], str] = _format_guess
 ) -> list[Message]:
     """Return a conversation that guesses a plausible answer."""
     if question.kind is QuestionKind.search:
@@ -95,10 +99,6 @@ def make_guess_demonstration(
         {"role": "user", "content": question.text},
         {"role": "assistant", "content": format_guess(answer)},
     ]
-
-
-def _format_guess(answer: str) -> str:
-    return f"<think> {THOUGHT_BY_TOOL[None]} </think>{_format_final_answer(answer)}"
 
 
 def _format_final_answer(answer: str) -> str:

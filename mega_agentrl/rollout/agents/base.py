@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.rollout.gateway.server import Gateway
+    from mega_agentrl.rollout.gateway.settings import GatewaySettings
     from mega_agentrl.types.records import Message, Prompt
 
 AgentResult = float | Mapping[str, float] | None
@@ -53,6 +54,16 @@ class Agent(Protocol):
         Cancellation ends everything that the attempt has started. Any exception is a failed
         attempt.
         """
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class LoadedAgent:
+    """The agent of a run, before its gateway exists."""
+
+    agent: Agent
+    gateway: GatewaySettings
+    timeout_s: float
+    """Maximum duration of an attempt."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -6,7 +6,7 @@
       agent:
         _target_: my_agent.py:run    # a function, or a class with a method `run`
         timeout_s: 300               # of one attempt
-        gateway: {host: 127.0.0.1}   # see `gateway.server.GatewaySettings`
+        gateway: {host: 127.0.0.1}   # see `gateway.settings.GatewaySettings`
         temperature_hint: low        # any other key is an argument of the function or class
 """
 
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.errors import ConfigError, check_range
 from mega_agentrl.config.ranges import MAX_TIMEOUT_S
 from mega_agentrl.config.user_code import load_user_object
-from mega_agentrl.rollout.agents.base import AgentHost
+from mega_agentrl.rollout.agents.base import LoadedAgent
 from mega_agentrl.rollout.agents.function import FunctionAgent
-from mega_agentrl.rollout.gateway.server import Gateway, GatewaySettings
+from mega_agentrl.rollout.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from mega_agentrl.rollout.agents.base import Agent
@@ -32,8 +32,8 @@ DEFAULT_TIMEOUT_S = 600.0
 _EXPECTED = "a function `run(prompt, base_url, api_key, tools_kwargs)`, or a class with `run(task)`"
 
 
-def load_agent(block: Mapping[str, Any]) -> AgentHost | None:
-    """Return the agent of `rollout.agent` with a gateway that has not started; None without one.
+def load_agent(block: Mapping[str, Any]) -> LoadedAgent | None:
+    """Return the agent of `rollout.agent`; None without one.
 
     Raises:
         ConfigError: the block is wrong, or the user's code cannot be loaded.
@@ -48,10 +48,10 @@ def load_agent(block: Mapping[str, Any]) -> AgentHost | None:
     check_range(
         is_time, f"{KEY}.timeout_s", timeout_s, f"a number of seconds up to {MAX_TIMEOUT_S}"
     )
-    gateway = Gateway(_gateway_settings(options.pop("gateway", {})))
+    gateway = _gateway_settings(options.pop("gateway", {}))
     loaded = load_user_object(str(target), f"{KEY}._target_", _EXPECTED)
     agent = _make_agent(loaded, options, str(target))
-    return AgentHost(agent=agent, gateway=gateway, timeout_s=float(timeout_s))
+    return LoadedAgent(agent=agent, gateway=gateway, timeout_s=float(timeout_s))
 
 
 def _gateway_settings(block: Any) -> GatewaySettings:

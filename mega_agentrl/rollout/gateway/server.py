@@ -16,19 +16,18 @@ import logging
 import secrets
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from mega_agentrl.config.errors import check_range
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.rollout.gateway.dialects.anthropic import AnthropicMessages
 from mega_agentrl.rollout.gateway.dialects.base import decode_body, encode_json
 from mega_agentrl.rollout.gateway.dialects.openai_chat import OpenAIChat
 from mega_agentrl.rollout.gateway.dialects.openai_responses import OpenAIResponses
 from mega_agentrl.rollout.gateway.session import AgentSession
+from mega_agentrl.rollout.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
@@ -52,27 +51,6 @@ _DIALECTS: dict[str, Dialect] = {
 }
 _MIB = 2**20
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class GatewaySettings:
-    """Where the gateway listens, and its bounds: the block `gateway` of `rollout.agent`."""
-
-    host: str = "127.0.0.1"
-    """Interface; another one only for agents on other nodes, in a network that you trust."""
-    port: int = 0
-    """Port; 0 is a free one."""
-    max_body_mib: int = 64
-    """Maximum size of a request body."""
-    max_sessions: int = 65_536
-    """Maximum number of open sessions."""
-
-    def __post_init__(self) -> None:
-        key = "rollout.agent.gateway"
-        check_range(0 <= self.port < 65_536, f"{key}.port", self.port, "a port, or 0")
-        for name in ("max_body_mib", "max_sessions"):
-            value = getattr(self, name)
-            check_range(value >= 1, f"{key}.{name}", value, "at least 1")
 
 
 class Gateway:

@@ -37,18 +37,31 @@ from mega_agentrl.sandbox.guest.workspace.layers import (
 )
 from mega_agentrl.sandbox.isolation import interpreter_path, shell_variables
 from mega_agentrl.sandbox.pool import SandboxPool, check_machine
+from mega_agentrl.sandbox.session import SandboxSession
 from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
 from mega_agentrl.sandbox.workspace.root import resolve_root
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.tools import WorkspaceToolConfig
-    from mega_agentrl.sandbox.client import SandboxLostError
+    from mega_agentrl.sandbox.client import SandboxLostError, SandboxResult
 
 _NUM_OPEN_FILES = 1024
 _NUM_INODES = 200_000
 _OUTPUT_END_CHARS = MAX_OUTPUT_CHARS
 """Characters kept of the beginning, and of the end, of an output."""
+
+
+class WorkspaceSession(SandboxSession):
+    """A workspace; `run` runs a command in its shell."""
+
+    async def run_clean(self, command: str, timeout_s: float) -> SandboxResult:
+        """End all processes, and run a command in a new shell without the state of the old one."""
+        return await self._run(command, timeout_s, "clean")
+
+    async def edit(self, request: str, timeout_s: float | None = None) -> SandboxResult:
+        """Edit or view a file; `request` is the JSON of `guest.workspace.edit`."""
+        return await self._run(request, timeout_s, "edit")
 
 
 class WorkspacePool(SandboxPool):
@@ -57,6 +70,8 @@ class WorkspacePool(SandboxPool):
     Args:
         config: Section `tool.workspace`, enabled.
     """
+
+    _session_type = WorkspaceSession
 
     def __init__(self, config: WorkspaceToolConfig) -> None:
         super().__init__(
@@ -70,6 +85,12 @@ class WorkspacePool(SandboxPool):
         )
         self._workspace_config = config
         self._layers: dict[str, str] = {}
+
+    async def open(self) -> WorkspaceSession:
+        """Return a new workspace."""
+        session = await super().open()
+        assert isinstance(session, WorkspaceSession)
+        return session
 
     def _check_and_configure(self) -> None:
         config = self._workspace_config

@@ -6,8 +6,9 @@ from contextlib import asynccontextmanager
 
 from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.sections.rollout import RolloutConfig
-from mega_agentrl.rollout.gateway.server import Gateway, GatewaySettings
+from mega_agentrl.rollout.gateway.server import Gateway
 from mega_agentrl.rollout.gateway.session import SessionScope
+from mega_agentrl.rollout.gateway.settings import GatewaySettings
 from mega_agentrl.rollout.gateway.tools import SessionTools
 from mega_agentrl.rollout.tracing import TrajectorySpans
 from tests.chat_models import Script

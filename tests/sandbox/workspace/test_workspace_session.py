@@ -137,7 +137,7 @@ async def test_background_processes_run_on_and_are_not_carried(session):
 
 async def test_a_clean_call_sees_files_but_no_state_and_no_processes(session):
     await output_of(session, "echo() { :; }; export PATH=/nowhere; cd src; exec -a x sleep 60 &")
-    result = await session.run("echo $PATH; pwd; cat a.txt", kind="clean")
+    result = await session.run_clean("echo $PATH; pwd; cat a.txt", 10)
     assert "/usr/bin" in result.output
     assert result.output.endswith("\n/workspace\na.txt as it was")
     assert await output_of(session, "pwd; unset -f echo; echo $PATH") == "/workspace/src\n/nowhere"
