@@ -165,7 +165,12 @@ class WorkspaceServer:
         state = self._state if kind == "default" else ShellState(self._initial_state)
         state_fd, self._new_state_fd = state.write_to_memory()
         self._keeps_state = kind == "default"
-        self._call_pid = os.fork()
+        try:
+            self._call_pid = os.fork()
+        except OSError:  # the processes in the background have reached the limit
+            self._end_processes()
+            _print("[All processes in the background were ended: they left no room for another.]\n")
+            self._call_pid = os.fork()
         if self._call_pid == 0:
             _run_call(kind, code, state_fd, self._new_state_fd)
         os.close(state_fd)
