@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mega_agentrl.types.images import ImageInput
@@ -39,6 +39,8 @@ class AgentTask:
     """Unix socket of the gateway, for agents without a network."""
     tools_kwargs: Mapping[str, Mapping[str, Any]]
     """The prompt's arguments of tools."""
+    environment_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The prompt's `extra_info.environment_kwargs`."""
 
 
 class Agent(Protocol):
@@ -95,6 +97,13 @@ def _api_part(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+class EnvironmentFailedError(RuntimeError):
+    """The environment of an attempt has failed, which the policy cannot have caused.
+
+    Unlike after other errors of an agent, the attempt has failed even if a limit was reached.
+    """
 
 
 class AgentResultError(ValueError):

@@ -25,6 +25,7 @@ from mega_agentrl.batch.tree_order import common_length
 from mega_agentrl.rollout.agents.base import (
     AgentResultError,
     AgentTask,
+    EnvironmentFailedError,
     prompt_messages,
     reward_parts,
 )
@@ -187,6 +188,8 @@ class AgentTrajectoryRunner:
             error = AgentResultError("the agent ended without an answer of the policy")
         if error is not None:
             stop_reason = session.limit_reached or StopReason.agent_failure
+            if isinstance(error, EnvironmentFailedError):
+                stop_reason = StopReason.agent_failure
             return stop_reason, f"{type(error).__name__}: {error}", {}
         return session.stop_reason, session.failure, rewards
 
@@ -208,6 +211,7 @@ class AgentTrajectoryRunner:
             api_key=key,
             socket_path=gateway.socket_path,
             tools_kwargs=self._prompt.tools_kwargs,
+            environment_kwargs=self._prompt.extra_info.get("environment_kwargs") or {},
         )
         running = asyncio.ensure_future(self._host.agent.run(task))
         try:
