@@ -58,8 +58,13 @@ async def adding_agent(prompt, base_url, api_key, note=None):
             return float(len(messages))
 
 
-async def grow(codec, agent, *, policy=None, kit=None, options=None, timeout_s=20.0, **config):
-    """The tree of one prompt, sampled by an agent, a function or a whole one."""
+async def grow(
+    codec, agent, *, policy=None, kit=None, options=None, timeout_s=20.0, row=None, **config
+):
+    """The tree of one prompt, sampled by an agent, a function or a whole one.
+
+    row: `environment_kwargs` of the prompt.
+    """
     kit = kit or make_kit(codec)
     defaults = {
         "group_size": 2,
@@ -81,7 +86,8 @@ async def grow(codec, agent, *, policy=None, kit=None, options=None, timeout_s=2
             max_model_len=10_000,
             agents=host,
         )
-        tree = await asyncio.wait_for(sample_tree(context, prompt_for(codec, kit), "p0"), 50)
+        prompt = prompt_for(codec, kit, extra_info={"environment_kwargs": row or {}})
+        tree = await asyncio.wait_for(sample_tree(context, prompt, "p0"), 50)
         assert gateway.num_sessions == 0
     return tree
 

@@ -28,14 +28,14 @@ class DaemonThread:
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    async def call(self, function: Callable[[], ResultT]) -> ResultT:
-        """Return what `function` returns, or raise what it raises.
+    def call(self, function: Callable[[], ResultT]) -> asyncio.Future[ResultT]:
+        """Submit a function, and return a future of what it returns or raises.
 
         Cancellation abandons a running function, and removes one that waits.
         """
         future: Future[ResultT] = Future()
         self._calls.put((function, future))
-        return await asyncio.wrap_future(future)
+        return asyncio.wrap_future(future)
 
     def stop(self) -> None:
         """End the thread after the functions that have been submitted."""

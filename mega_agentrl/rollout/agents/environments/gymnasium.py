@@ -130,9 +130,9 @@ class _Episode:
         return await self._thread.call(partial(self._step, action))
 
     async def close(self) -> None:
+        closing = self._thread.call(self._close)
         self._thread.stop()
-        if self._environment is not None:
-            await self._thread.call(self._environment.close)
+        await closing
 
     def _reset(self) -> Observation:
         self._environment = self._make()
@@ -146,6 +146,10 @@ class _Episode:
             reward=float(reward),
             is_last=bool(terminated or truncated),
         )
+
+    def _close(self) -> None:
+        if self._environment is not None:
+            self._environment.close()
 
     def _text(self, observation: Any, info: Mapping[str, Any]) -> str:
         if self._describe is _as_text and self._environment.render_mode == "ansi":

@@ -93,7 +93,7 @@ class VerifiersAgent:
         Raises:
             ValueError: The tasks are infinite and there is no limit.
         """
-        if limit is None and getattr(self._taskset, "INFINITE", False):
+        if limit is None and not self._taskset.bounded:
             raise ValueError(f"--limit: got none, expected a number: {self.name} has no end")
         return [self._rl_row(vf_task) for vf_task in islice(self._taskset, limit)]
 

@@ -1,0 +1,233 @@
+"""Modules with the interfaces of Gymnasium, OpenEnv and verifiers around one game with faults.
+
+The game has three steps. An action is a number up to 100; its reward is a hundredth of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import ModuleType, SimpleNamespace
+
+import aiohttp
+
+NUM_STEPS = 3
+MAX_NUMBER = 100
+
+
+@dataclass
+class Games:
+    """The games of a test.
+
+    faults: what fails, by the number of the game in the order in which they are made.
+    """
+
+    faults: dict[int, str] = field(default_factory=dict)
+    made: list[Game] = field(default_factory=list)
+
+    def make(self):
+        self.made.append(Game(self.faults.get(len(self.made), "")))
+        return self.made[-1]
+
+
+@dataclass
+class Game:
+    fault: str
+    seed: int | None = None
+    numbers: list[int] = field(default_factory=list)
+    is_closed: bool = False
+
+    def reset(self, seed):
+        self.seed = seed
+        if self.fault == "reset":
+            raise OSError("no such level")
+        return f"Seed {seed}."
+
+    def step(self, number):
+        """Text, reward and whether the game is over."""
+        self.numbers.append(number)
+        if self.fault == "step" and len(self.numbers) == 2:
+            raise KeyError("level 2")
+        reward = float("nan") if self.fault == "nan" else number / MAX_NUMBER
+        return f"Step {len(self.numbers)}.", reward, len(self.numbers) == NUM_STEPS
+
+    def score(self):
+        if self.fault == "scoring":
+            raise ZeroDivisionError("no answers")
+
+    def close(self):
+        self.is_closed = True
+        if self.fault == "close":
+            raise OSError("closed already")
+
+
+class Discrete:
+    """`gymnasium.spaces.Discrete`."""
+
+    start, n = 0, MAX_NUMBER + 1
+
+    def contains(self, number):
+        return 0 <= number <= MAX_NUMBER
+
+
+class GymEnvironment:
+    render_mode = None
+
+    def __init__(self, game):
+        self.action_space = Discrete()
+        self._game = game
+
+    def reset(self, *, seed, options):
+        return self._game.reset(seed), {}
+
+    def step(self, number):
+        if self._game.fault == "hang":
+            threading.Event().wait()
+        text, reward, is_over = self._game.step(number)
+        is_cut = is_over and self._game.fault == "truncated"
+        return text, reward, is_over and not is_cut, is_cut, {}
+
+    def close(self):
+        self._game.close()
+
+
+def fake_gymnasium(games):
+    return {
+        "gymnasium": _module(
+            "gymnasium",
+            make=lambda id, **kwargs: GymEnvironment(games.make()),
+            spaces=SimpleNamespace(Discrete=Discrete),
+        )
+    }
+
+
+class OpenEnvClient:
+    """`GenericEnvClient`; a lost session is replaced without a word, as in openenv 0.10."""
+
+    episode_ids = itertools.count()
+
+    def __init__(self, game):
+        self._game = game
+        self._episode_id = next(self.episode_ids)
+
+    async def connect(self):
+        if self._game.fault == "refused":
+            raise ConnectionError("refused")
+
+    async def reset(self, **kwargs):
+        return self._result(self._game.reset(kwargs["seed"]), None, False)
+
+    async def step(self, action):
+        if self._game.fault == "hang":
+            await asyncio.sleep(1000)
+        if self._game.fault == "lost" and self._game.numbers:
+            self._episode_id = next(self.episode_ids)
+        number = int(action["message"].split()[-1].strip("."))
+        return self._result(*self._game.step(number))
+
+    async def state(self):
+        return {"episode_id": self._episode_id}
+
+    async def close(self):
+        self._game.close()
+
+    def _result(self, text, reward, is_over):
+        observation = {"text": text, "done": is_over, "reward": reward}
+        return SimpleNamespace(observation=observation, reward=reward, done=is_over)
+
+
+def fake_openenv(games):
+    def client(base_url, message_timeout_s):
+        return OpenEnvClient(games.make())
+
+    core = _module("openenv.core", GenericEnvClient=client)
+    return {"openenv": _module("openenv", core=core), "openenv.core": core}
+
+
+class VerifiersTaskset:
+    bounded = True
+
+    def __iter__(self):
+        for index in range(3):
+            yield SimpleNamespace(
+                data=SimpleNamespace(
+                    idx=index,
+                    prompt_text=f"Question {index}",
+                    system_prompt="Answer.",
+                    description=None,
+                    name=None,
+                    answer=index,
+                )
+            )
+
+
+class VerifiersEnvironment:
+    """Asks the policy for each step; errors become part of the episode, as in verifiers 0.4."""
+
+    def __init__(self, games):
+        self.taskset = VerifiersTaskset()
+        self._games = games
+
+    @asynccontextmanager
+    async def serving(self):
+        yield
+
+    async def run_episode(self, task, context):
+        game = self._games.make()
+        trace = SimpleNamespace(
+            agent=SimpleNamespace(trainable=True),
+            is_timeout=game.fault == "timeout",
+            stop_condition="scoring_timeout",
+            rewards={},
+            errors=[],
+        )
+        episode = SimpleNamespace(ok=False, errors=[], traces=[trace])
+        try:
+            total = await self._play(game, task.data.idx, context.client.base_url)
+            game.score()
+        except Exception as error:  # noqa: BLE001
+            name = "ProviderError" if isinstance(error, aiohttp.ClientError) else "TaskError"
+            trace.errors.append(SimpleNamespace(type=name, message=str(error)))
+            return episode
+        episode.ok = True
+        reward = SimpleNamespace(value=total)
+        trace.rewards = {"play": None if game.fault == "unscored" else reward}
+        trace.rewards["bonus"] = SimpleNamespace(value=1.0)
+        return episode
+
+    async def _play(self, game, index, url):
+        messages = [{"role": "user", "content": game.reset(index)}]
+        total, is_over = 0.0, False
+        async with aiohttp.ClientSession(raise_for_status=True) as http:
+            while not is_over:
+                body = {"model": "policy", "messages": messages}
+                async with http.post(f"{url}/chat/completions", json=body) as response:
+                    choice = (await response.json())["choices"][0]
+                if choice["finish_reason"] == "length":
+                    return total
+                message = choice["message"]
+                number = int(message["content"].split()[-1].strip("."))
+                text, reward, is_over = game.step(number)
+                total += reward
+                messages += [message, {"role": "user", "content": text}]
+        return total
+
+
+def fake_verifiers(games):
+    api = _module(
+        "verifiers.v1",
+        resolve_env_config=lambda block: SimpleNamespace(env_id="numbers"),
+        load_environment=lambda config: VerifiersEnvironment(games),
+        EvalClientConfig=SimpleNamespace,
+        ModelContext=SimpleNamespace,
+    )
+    return {"verifiers": _module("verifiers", v1=api), "verifiers.v1": api}
+
+
+def _module(name, **content):
+    module = ModuleType(name)
+    vars(module).update(content)
+    return module
