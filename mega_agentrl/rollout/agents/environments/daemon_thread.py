@@ -48,6 +48,8 @@ class DaemonThread:
                 continue
             try:
                 result = function()
+            except StopIteration as error:  # asyncio's futures refuse it and stay pending
+                future.set_exception(RuntimeError(f"StopIteration: {error}"))
             except BaseException as error:  # noqa: BLE001  the caller gets it
                 future.set_exception(error)
             else:

@@ -17,7 +17,7 @@ import json
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import aiohttp
 
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 KEY = "rollout.agent"
 DEFAULT_STEP_TIMEOUT_S = 60.0
+
+ResultT = TypeVar("ResultT")
 
 _LIMIT_CODES = ("budget_spent", "context_length_exceeded")
 _log = logging.getLogger(__name__)
@@ -109,7 +111,7 @@ async def guard(work: Coroutine[Any, Any, Observation], timeout_s: float, name: 
         EnvironmentFailedError: It raised an error, took too long, or its reward is not finite.
     """
     try:
-        observation = await run_with_deadline(work, timeout_s)
+        observation = await run_with_deadline(_without_exit(work), timeout_s)
     except Exception as error:
         raise EnvironmentFailedError(f"{name}: {type(error).__name__}: {error}") from error
     if not math.isfinite(observation.reward):
@@ -117,12 +119,20 @@ async def guard(work: Coroutine[Any, Any, Observation], timeout_s: float, name: 
     return observation
 
 
+async def _without_exit(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the result of `work`; an exit that it asks for ends the attempt, not the run."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise EnvironmentFailedError(f"SystemExit: {error}") from error
+
+
 async def _act(environment: TextEnvironment, message: str, timeout_s: float) -> Observation:
     try:
         action = environment.parse(message)
     except ValueError as error:
         return Observation(text=f"Invalid action: {error}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EnvironmentFailedError(f"parse: {type(error).__name__}: {error}") from error
     return await guard(environment.step(action), timeout_s, "step")
 
@@ -130,7 +140,7 @@ async def _act(environment: TextEnvironment, message: str, timeout_s: float) -> 
 async def _close(environment: TextEnvironment, timeout_s: float) -> None:
     """Close the environment. Its failure does not change a reward that is complete."""
     try:
-        await run_with_deadline(environment.close(), timeout_s)
+        await run_with_deadline(_without_exit(environment.close()), timeout_s)
     except Exception as error:  # noqa: BLE001  the code of others may raise anything
         _log.warning("an environment could not be closed: %s: %s", type(error).__name__, error)
 

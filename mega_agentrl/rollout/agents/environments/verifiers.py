@@ -5,7 +5,7 @@
     rollout:
       agent:
         _target_: mega_agentrl.rollout.agents.environments.verifiers.VerifiersAgent
-        environment: {taskset: {id: textarena, game: Wordle-v0}, player: {harness: {id: "null"}}}
+        environment: {taskset: {id: gsm8k-v1}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}
 
 `environment` is the block `env` of verifiers' own configuration. Each attempt is an episode of the
 task `extra_info.environment_kwargs.index`; `tools/convert_verifiers.py` writes such rows. Every
@@ -68,7 +68,7 @@ class VerifiersAgent:
             EnvironmentFailedError: The episode has failed, timed out, or was not scored.
         """
         index = task.environment_kwargs.get("index")
-        if not isinstance(index, int):
+        if not isinstance(index, int) or index < 0:
             raise EnvironmentFailedError(
                 f"extra_info.environment_kwargs.index: got {index!r}, expected the number of a task"
             )
@@ -83,7 +83,7 @@ class VerifiersAgent:
             environment = self._api.load_environment(self._config)
             async with environment.serving():
                 episode = await environment.run_episode(vf_task, context)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # verifiers exits where a login is missing
             raise EnvironmentFailedError(f"{type(error).__name__}: {error}") from error
         return _read_rewards(episode)
 
@@ -111,8 +111,8 @@ class VerifiersAgent:
         )
 
     def _find_task(self, index: int) -> Any:
-        while len(self._tasks) <= index:
-            self._tasks.append(next(self._unread_tasks))
+        num_missing = index + 1 - len(self._tasks)
+        self._tasks += islice(self._unread_tasks, max(0, num_missing))
         return self._tasks[index]
 
 

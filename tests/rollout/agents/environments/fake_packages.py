@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,10 @@ class Game:
         self.numbers.append(number)
         if self.fault == "step" and len(self.numbers) == 2:
             raise KeyError("level 2")
+        if self.fault == "end of data":
+            raise StopIteration
+        if self.fault == "exit":
+            sys.exit("no licence")
         reward = float("nan") if self.fault == "nan" else number / MAX_NUMBER
         return f"Step {len(self.numbers)}.", reward, len(self.numbers) == NUM_STEPS
 

@@ -84,9 +84,12 @@ async def test_reward_is_the_sum_over_the_steps(codec, make_agent, name):
 
 
 FAULTS = [
-    *(("gymnasium", fault) for fault in ("reset", "step", "hang", "nan")),
-    *(("openenv", fault) for fault in ("refused", "reset", "step", "hang", "lost", "nan")),
-    *(("verifiers", fault) for fault in ("reset", "step", "scoring", "unscored", "timeout")),
+    *(("gymnasium", fault) for fault in ("reset", "step", "hang", "nan", "exit", "end of data")),
+    *(("openenv", fault) for fault in ("refused", "reset", "step", "hang", "lost", "nan", "exit")),
+    *(
+        ("verifiers", fault)
+        for fault in ("reset", "step", "exit", "scoring", "unscored", "timeout")
+    ),
 ]
 
 
@@ -141,6 +144,13 @@ async def test_environment_that_fails_after_a_limit_is_a_failed_attempt(codec, m
     agent, _ = make_agent("verifiers", {0: "scoring"})
     (trajectory,) = (await play(codec, agent, max_turns=2, group_size=1)).trajectories
     assert trajectory.stop_reason is StopReason.agent_failure
+
+
+async def test_row_without_a_task_is_a_failed_attempt(codec, make_agent):
+    agent, _ = make_agent("verifiers")
+    for index in (3, -1, "1"):
+        (trajectory,) = (await play(codec, agent, row={"index": index}, group_size=1)).trajectories
+        assert trajectory.stop_reason is StopReason.agent_failure
 
 
 async def test_truncation_and_a_failing_close_are_ordinary_ends(codec, make_agent):
