@@ -5,7 +5,9 @@
     rollout:
       agent:
         _target_: mega_agentrl.rollout.agents.environments.verifiers.VerifiersAgent
-        environment: {taskset: {id: gsm8k-v1}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}
+        environment:
+          taskset: {id: textarena, game: Hangman-v0}
+          player: {harness: {id: "null"}, runtime: {type: subprocess}, max_turns: 10}
 
 `environment` is the block `env` of verifiers' own configuration. Each attempt is an episode of the
 task `extra_info.environment_kwargs.index`; `tools/convert_verifiers.py` writes such rows. Every
