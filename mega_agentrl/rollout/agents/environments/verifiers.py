@@ -16,6 +16,7 @@ agent of the environment that has no `client` of its own is the policy.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -139,8 +140,8 @@ def _read_rewards(episode: Any) -> dict[str, float]:
         if not trace.agent.trainable:
             continue
         for name, reward in trace.rewards.items():
-            if reward is None:
-                raise EnvironmentFailedError(f"the reward {name} was not computed")
+            if reward is None or not math.isfinite(reward.value):
+                raise EnvironmentFailedError(f"the reward {name} is {reward}")
             parts[name] = parts.get(name, 0.0) + reward.value
             total += reward.value
     return {**parts, TOTAL_PART: total}

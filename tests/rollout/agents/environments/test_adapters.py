@@ -88,7 +88,7 @@ FAULTS = [
     *(("openenv", fault) for fault in ("refused", "reset", "step", "hang", "lost", "nan", "exit")),
     *(
         ("verifiers", fault)
-        for fault in ("reset", "step", "exit", "scoring", "unscored", "timeout")
+        for fault in ("reset", "step", "nan", "exit", "scoring", "unscored", "timeout")
     ),
 ]
 
