@@ -60,7 +60,9 @@ async def sample_tree(
             await runner.release()
             await runner.release_turn_starts()
     trajectories = tree.trajectories
-    set_fork_lengths(trajectories)
+    runners = [item for item in tree.runners if isinstance(item, AgentTrajectoryRunner)]
+    if runners:
+        set_fork_lengths(trajectories, runners)
     num_forks = sum(trajectory.parent_id is not None for trajectory in trajectories)
     assert len(trajectories) == num_trajectories, f"{len(trajectories)} of {num_trajectories}"
     return RolloutTree(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import Branching, CallProtocol, CotBlocks
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.data import DataFile, parse_data_files
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.cot_markers import cot_marker_ids
@@ -35,7 +36,7 @@ from mega_agentrl.data.sft_dataset import (
 )
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.rollout.agents.base import agent_part_names
+from mega_agentrl.rollout.agents.base import AGENT_PART, agent_part_names
 from mega_agentrl.rollout.agents.load import load_agent
 from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.rollout.interaction.session import (
@@ -147,6 +148,13 @@ def read_inputs(
     interactions = user_code.interactions
     _check_tag_tokens(codec, tools.call_markers)
     agent_parts = [] if user_code.agents is None else agent_part_names(config.reward)
+    if user_code.agents is not None and AGENT_PART in tools.names:
+        raise ConfigError(
+            "tool",
+            AGENT_PART,
+            "tools with other names, because this is the reward part of rollout.agent",
+            "a tool of the user with this name",
+        )
     check_rubric_parts(config.reward, (*tools.names, *interactions.names, *agent_parts))
     # With tags, the prompts describe the tools; function calls need them in the chat template.
     schemas = tools.schemas() if tools.uses_tool_messages else {}

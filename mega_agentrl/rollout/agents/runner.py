@@ -44,7 +44,7 @@ from mega_agentrl.types.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from mega_agentrl.rollout.agents.base import AgentResult
     from mega_agentrl.rollout.branching.policy import ForkBudget
@@ -105,6 +105,8 @@ class AgentTrajectoryRunner:
         self._prompt_key = prompt_key
         self._on_fork = on_fork
         self._fork = fork
+        self.replayed_spans: list[tuple[int, int]] = []
+        """Response tokens of recorded answers, from the first to the end of each."""
         self._num_children = 0
         self._baseline = fork.baseline_entropy if fork else None
         self._fork_decider = ForkDecider(
@@ -204,16 +206,7 @@ class AgentTrajectoryRunner:
         Returns:
             The agent's task, which is not done if it was ended.
         """
-        gateway = self._host.gateway
-        task = AgentTask(
-            prompt=prompt_messages(self._prompt),
-            base_url=f"{gateway.url}/v1",
-            api_key=key,
-            socket_path=gateway.socket_path,
-            tools_kwargs=self._prompt.tools_kwargs,
-            environment_kwargs=self._prompt.extra_info.get("environment_kwargs") or {},
-        )
-        running = asyncio.ensure_future(self._host.agent.run(task))
+        running = asyncio.ensure_future(self._start_agent(key))
         try:
             ends: list[asyncio.Future[Any]] = [running, session.fatal_error, session.diverged]
             done, _ = await asyncio.wait(
@@ -228,6 +221,19 @@ class AgentTrajectoryRunner:
             await self._cancel_agent(running)
             return asyncio.get_running_loop().create_future()
         return running
+
+    async def _start_agent(self, key: str) -> AgentResult:
+        """Run the agent; an image of the prompt that is gone fails the attempt."""
+        gateway = self._host.gateway
+        task = AgentTask(
+            prompt=await asyncio.to_thread(prompt_messages, self._prompt),
+            base_url=f"{gateway.url}/v1",
+            api_key=key,
+            socket_path=gateway.socket_path,
+            tools_kwargs=self._prompt.tools_kwargs,
+            environment_kwargs=self._prompt.extra_info.get("environment_kwargs") or {},
+        )
+        return await self._host.agent.run(task)
 
     async def _cancel_agent(self, running: asyncio.Future[AgentResult]) -> None:
         running.cancel()
@@ -254,6 +260,7 @@ class AgentTrajectoryRunner:
             except INFRA_ERRORS as error:
                 failure, stop_reason = str(error), StopReason.tool_failure
         response = session.build_response()
+        self.replayed_spans = session.replayed_spans(response)
         if stop_reason.is_failure:
             failure = failure or session.failure
             _log.warning("%s: %s: %s", self._scope.trajectory_id, stop_reason, failure)
@@ -322,19 +329,29 @@ class AgentTrajectoryRunner:
             self._on_fork(child)
 
 
-def set_fork_lengths(trajectories: list[Trajectory]) -> None:
-    """Shorten what each fork shares with its parent, once both have ended, to what both begin with.
+def set_fork_lengths(
+    trajectories: Sequence[Trajectory], runners: Sequence[AgentTrajectoryRunner]
+) -> None:
+    """Set what each fork shares with its parent, once both have ended.
 
-    The parent may have continued an earlier branch of its contexts after the fork, so that the
-    responses of both part earlier than where the fork was made. Then they share whole turns.
+    The parent may have continued an earlier branch of its contexts after the fork. Then the
+    responses of both part earlier than where the fork was made, at a whole turn, and recorded
+    answers stand behind it in both. The parent trains them, unless it has failed; the fork does not
+    train them again.
     """
     by_id = {trajectory.trajectory_id: trajectory for trajectory in trajectories}
+    spans = {runner.path: runner.replayed_spans for runner in runners}
     for trajectory in trajectories:
-        if trajectory.parent_id is not None:
-            shared = _shared_length(by_id[trajectory.parent_id], trajectory)
-            if shared < trajectory.fork_len:
-                starts = [turn.start for turn in trajectory.turns if turn.start <= shared]
-                trajectory.fork_len = max(starts, default=0)
+        if trajectory.parent_id is None:
+            continue
+        parent = by_id[trajectory.parent_id]
+        shared = _shared_length(parent, trajectory)
+        if shared < trajectory.fork_len:
+            starts = [turn.start for turn in trajectory.turns if turn.start <= shared]
+            trajectory.fork_len = max(starts, default=0)
+        for start, stop in [] if parent.failed else spans[trajectory.path]:
+            if start >= trajectory.fork_len:
+                trajectory.loss_mask[start:stop] = [0] * (stop - start)
 
 
 def _shared_length(parent: Trajectory, child: Trajectory) -> int:

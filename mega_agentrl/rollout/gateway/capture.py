@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.rollout.gateway.matching import assistant_key, block_key
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
@@ -126,13 +127,26 @@ class ContextTree:
         self._root_by_key: dict[bytes, Block] = {}
         self._sampled_by_key: dict[bytes, Block] = {}
 
-    def find_or_add(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Block:
+    def find_or_add(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        max_model_len: int,
+    ) -> Block:
         """Return the block after which the answer to this conversation is to be sampled.
 
         Raises:
-            GatewayError: the chat template cannot render the messages.
+            GatewayError: the chat template cannot render the messages, or the conversation leaves
+                no room for an answer. The tree is unchanged then.
         """
         path = self._find_path(messages, tools)
+        num_tokens = path[-1][1].length
+        if num_tokens >= max_model_len:
+            raise GatewayError(
+                ErrorKind.context_length,
+                f"messages: got {num_tokens} tokens, expected fewer than {max_model_len}, the "
+                "context length of the model",
+            )
         for key, block in path:
             self._attach(key, block)
         return path[-1][1]

@@ -8,12 +8,12 @@ tools.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.tool.call_protocol.hermes import format_call
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from mega_agentrl.vision.placeholders import content_parts, content_text, image_parts
@@ -68,12 +68,9 @@ class BlockEncoder:
         """
 
         def encode() -> list[int]:
-            blocks = [
-                f"<tool_call>\n{json.dumps({'name': call.tool, 'arguments': call.arguments})}"
-                "\n</tool_call>"
-                for call in calls
-            ]
-            text = "\n".join(part for part in (content_text(content), *blocks) if part)
+            text = "\n".join(
+                part for part in (content_text(content), *map(format_call, calls)) if part
+            )
             return self._codec.encode_assistant_turn(text)
 
         return self._locate([], encode)[0]

@@ -177,7 +177,7 @@ class AgentSession:
         request = self._continued(request)
         await self._check_images(request)
         self._check_open()
-        block = self.tree.find_or_add(request.messages, request.tools)
+        block = self._find_block(request)
         if is_retry and (lost := self._undelivered.get(block)):
             self.num_reused_answers += 1
             return await asyncio.shield(next(iter(lost.values())))
@@ -202,9 +202,21 @@ class AgentSession:
         # The task goes on if the client goes away: the answer waits for its retry.
         return await asyncio.shield(task)
 
+    def _find_block(self, request: ChatRequest) -> Block:
+        """Return the last block of a request's context; its new blocks are added to the tree."""
+        max_model_len = self.scope.context.max_model_len
+        try:
+            return self.tree.find_or_add(request.messages, request.tools, max_model_len)
+        except GatewayError as error:
+            self._has_exceeded_context |= error.kind is ErrorKind.context_length
+            raise
+
     def _on_done(self, pending: _PendingRequest, task: asyncio.Task[ChatAnswer]) -> None:
         self._running.pop(pending.name, None)
-        if task.cancelled() or task.exception() is not None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, GatewayError):
+            self._set_fatal(error)  # a bug ends the run, not only the request
+        if task.cancelled() or error is not None:
             self._undelivered[pending.block].pop(pending.answer_id)  # a retry samples again
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
@@ -214,6 +226,8 @@ class AgentSession:
             GatewayError: the session has ended, or the tools cannot be created.
         """
         self._check_open()
+        if self.scope.tools.num_calls >= self.scope.context.config.max_tool_calls:
+            raise self._budget_error(StopReason.call_limit)
         call = asyncio.create_task(self.scope.tools.call(name, arguments))
         self._tool_calls.add(call)
         call.add_done_callback(self._tool_calls.discard)
@@ -302,6 +316,14 @@ class AgentSession:
             if not all(task.done() for task in tasks.values())
         ]
 
+    def replayed_spans(self, response: SessionResponse) -> list[tuple[int, int]]:
+        """Return first token and end of each answer that was recorded, not sampled."""
+        return [
+            (start, start + len(block.token_ids))
+            for block, start in response.positions.items()
+            if block in self._replayed
+        ]
+
     def num_replayed_tokens(self, response: SessionResponse) -> int:
         """Return how many tokens of the response precede the first one that was not recorded."""
         own = [start for block, start in response.positions.items() if block not in self._replayed]
@@ -371,7 +393,8 @@ class AgentSession:
         config = self.scope.context.config
         if self._num_tokens_left < 1:
             return StopReason.length
-        return StopReason.turn_limit if self.tree.num_answers >= config.max_turns else None
+        num_turns = self.tree.num_answers + len(self._running) - 1  # this request is running
+        return StopReason.turn_limit if num_turns >= config.max_turns else None
 
     @property
     def _num_tokens_left(self) -> int:
@@ -405,9 +428,6 @@ class AgentSession:
             self._failed_blocks[pending.block] = str(error)
             _log.warning("%s: %s", pending.name, error)
             raise GatewayError(ErrorKind.engine_failed, f"the engine failed: {error}") from error
-        except Exception as error:  # a bug ends the run, not only the request
-            self._set_fatal(error)
-            raise
         is_aborted = generation.finish_reason is FinishReason.aborted
         if is_aborted and not (self._is_closed and generation.token_ids):
             self._failed_blocks[pending.block] = "the engine aborted the request"
@@ -465,15 +485,7 @@ class AgentSession:
     def _max_tokens(self, block: Block, request: ChatRequest) -> int:
         """Return how many tokens may be sampled after a block, at least 1."""
         context = self.scope.context
-        room = context.max_model_len - block.length
-        if room < 1:
-            self._has_exceeded_context = True
-            raise GatewayError(
-                ErrorKind.context_length,
-                f"messages: got {block.length} tokens, expected fewer than "
-                f"{context.max_model_len}, the context length of the model",
-            )
-        limits = [room, self._num_tokens_left]
+        limits = [context.max_model_len - block.length, self._num_tokens_left]
         return max(1, min(limits if request.max_tokens is None else [*limits, request.max_tokens]))
 
     async def _engine_request(self, pending: _PendingRequest, max_tokens: int) -> GenerateRequest:

@@ -48,6 +48,8 @@ class SessionTools:
         self._recorded = parent.replay() if parent else {}
         self._outcomes: list[tuple[bytes, ToolOutcome]] = list(parent.outcomes) if parent else []
         self._created = asyncio.Lock()
+        self.num_calls = 0
+        """Calls so far, those answered from the record included."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Return the outcome of a call, recorded or run now.
@@ -55,6 +57,7 @@ class SessionTools:
         Raises:
             RuntimeError: the tools cannot be created, or could not be copied at the fork.
         """
+        self.num_calls += 1
         key = call_key(name, arguments)
         recorded = self._recorded.get(key)
         if recorded:

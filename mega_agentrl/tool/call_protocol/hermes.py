@@ -115,6 +115,12 @@ class HermesProtocol:
         return InvalidToolCall(tool=name, message=self.escape(message))
 
 
+def format_call(call: ToolCall) -> str:
+    """Return a call as a policy writes it."""
+    body = json.dumps({"name": call.tool, "arguments": call.arguments})
+    return f"{_OPEN_TAG}\n{body}\n{_CLOSE_TAG}"
+
+
 def split_reasoning(turn_text: str) -> tuple[str, str]:
     """Return the chain of thought and the rest of a turn, without markers and outer white space.
 

@@ -285,6 +285,29 @@ async def test_tree_of_an_agent_trains_every_sampled_token_once(codec):
     assert len(unique) == num_sampled
 
 
+async def test_forks_of_an_agent_with_two_contexts_train_every_sampled_token_once(codec):
+    async def alternating(prompt, base_url, api_key):
+        main = list(prompt)
+        sub = [{"role": "system", "content": "sub"}, {"role": "user", "content": "go"}]
+        for number in range(4):
+            for messages in (main, sub):
+                body = {"model": "m", "messages": messages}
+                answer = await post(base_url, api_key, "/chat/completions", body)
+                message = answer["choices"][0]["message"]
+                messages.append(message)
+                for item in message.get("tool_calls", ()):
+                    messages.append({"role": "tool", "tool_call_id": item["id"], "content": "5"})
+                if not message.get("tool_calls"):
+                    messages.append({"role": "user", "content": f"more {number}"})
+
+    policy = ChatPolicy(codec, call_rate=0.9)
+    tree = await grow(codec, alternating, policy=policy, **BRANCHING)
+    assert tree.num_forks > 0
+    batch = pack_trees(_scored(tree))
+    unique = set(batch.tree_token_BT[batch.mask_BT.bool()].tolist())
+    assert len(unique) == sum(len(ids) * n for (_, ids), n in policy.sampled.items())
+
+
 async def test_agent_that_does_not_repeat_itself_gives_up_the_fork(codec):
     numbers = itertools.count()
     tree = await grow(

@@ -163,17 +163,18 @@ class WorkspaceServer:
         os.write(1, self._note.encode())
         self._note = ""
         state = self._state if kind == "default" else ShellState(self._initial_state)
-        state_fd, self._new_state_fd = state.write_to_memory()
         self._keeps_state = kind == "default"
+        state_fd, new_state_fd = state.write_to_memory()
         try:
-            self._call_pid = os.fork()
+            pid = os.fork()
         except OSError:  # the processes in the background have reached the limit
             self._end_processes()
             _print("[All processes in the background were ended: they left no room for another.]\n")
-            self._call_pid = os.fork()
-        if self._call_pid == 0:
-            _run_call(kind, code, state_fd, self._new_state_fd)
+            pid = os.fork()
+        if pid == 0:
+            _run_call(kind, code, state_fd, new_state_fd)
         os.close(state_fd)
+        self._call_pid, self._new_state_fd = pid, new_state_fd
 
     def _collect_children(self) -> None:
         """Collect all children that have ended; report the call if its process is one."""
