@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import multiprocessing
 import random
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import psutil
 from aiohttp import web
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +46,7 @@ from mega_agentrl.rollout.gateway.tools import SessionTools  # noqa: E402
 from mega_agentrl.rollout.tracing import TrajectorySpans  # noqa: E402
 from mega_agentrl.tool.toolkit import ToolKit  # noqa: E402
 from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation, Prompt  # noqa: E402
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
 
 CASES = (
     *("short/p50", "short/p99", "long/p50", "long/p99"),
@@ -234,20 +232,20 @@ async def run(cases: Sequence[str], codec: HFCodec, num_sessions: int, seconds: 
     engine = InstantEngine(codec)
     runner, bare_url = await start_bare_server(codec, engine)
     loads = {
+        # First, as it measures memory, which the others would leave behind.
+        "held": Load(num_sessions, 40, 50, pause_s=num_sessions / HELD_RATE),
         "short": Load(5_000, 4, 20),
         "long": Load(100, 40, 500),
-        "held": Load(num_sessions, 40, 50, pause_s=num_sessions / HELD_RATE),
     }
     try:
         for name, load in loads.items():
             chosen = [case for case in cases if case.startswith(f"{name}/")]
             if not chosen:
                 continue
-            gc.collect()
-            rss = psutil.Process().memory_info().rss
+            memory = PeakMemory()
             keys = open_sessions(gateway, context, load.num_sessions)
             ours = await measure(gateway.url, keys, load, seconds)
-            kib = (psutil.Process().memory_info().rss - rss) / load.num_sessions / 1024
+            kib = 1024 * memory.peak_mib() / load.num_sessions
             theirs = await measure(bare_url, keys, load, seconds)
             for case in chosen:
                 _print_case(case, ours, theirs, kib)

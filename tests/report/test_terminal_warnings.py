@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from mega_agentrl.report.terminal_warnings import TerminalWarnings
+from mega_agentrl.report.terminal_warnings import REPEAT_EVERY_S, TerminalWarnings
 
 
 @pytest.fixture
@@ -32,3 +32,17 @@ def test_many_warnings_of_a_kind_are_shown_once(log, capsys):
     log.warning("another kind")
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["warning: trajectory 0 failed", "warning: another kind"]
+
+
+def test_the_next_warning_of_a_kind_says_how_many_were_left_out(log, capsys, monkeypatch):
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    for _ in range(100):
+        log.warning("a trajectory failed")
+    now_s = 2 * REPEAT_EVERY_S
+    log.warning("a trajectory failed")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "warning: a trajectory failed",
+        "warning: a trajectory failed (99 more like this since the last one)",
+    ]
