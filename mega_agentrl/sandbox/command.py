@@ -175,6 +175,7 @@ class SandboxedProcess:
         self._exit: asyncio.Future[int] = self._loop.create_future()
         self._stderr = _TailProtocol(_MAX_STDERR_BYTES, self._loop)
         self._transports: list[asyncio.BaseTransport] = []
+        self._stderr_pipe: asyncio.BaseTransport | None = None
         self._pidfd = os.pidfd_open(launched.child.pid)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
@@ -185,7 +186,9 @@ class SandboxedProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stderr is not None
-        await self._loop.connect_read_pipe(lambda: self._stderr, child.stderr)
+        self._stderr_pipe, _ = await self._loop.connect_read_pipe(
+            lambda: self._stderr, child.stderr
+        )
         self.stdout = await self._open_reader(child.stdout, self._max_line_bytes)
         protocol = asyncio.StreamReaderProtocol(asyncio.StreamReader())
         transport, _ = await self._loop.connect_write_pipe(lambda: protocol, child.stdin)
@@ -225,6 +228,8 @@ class SandboxedProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await asyncio.shield(self._stderr.closed)
+        if self._stderr_pipe is not None:  # without isolation a grandchild may keep it open
+            self._stderr_pipe.close()
         await self._loop.run_in_executor(_executor(), self._launched.release)
         return code
 

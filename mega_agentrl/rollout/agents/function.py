@@ -1,19 +1,18 @@
 """An agent that is a Python function of the user, run on the event loop of the rollouts.
 
-The function is trusted code in the process of the trainer. An ordinary function runs in a thread,
-which cannot be ended: if it may hang, make it a command (`agents.command`).
+The function is trusted code in the process of the trainer. An ordinary function runs in a thread of
+its own, which cannot be ended: if it may hang, make it a command (`agents.command`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_code import source_location
+from mega_agentrl.rollout.agents.daemon_thread import DaemonThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("prompt", "base_url", "api_key", "tools_kwargs")
 """What the function is called with, by name, as far as it has parameters of these names."""
-
-_MAX_THREADS = 256
 
 
 class FunctionAgent:
@@ -55,8 +52,7 @@ class FunctionAgent:
                 str(error),
             ) from error
         self._function = partial(function, **options)
-        is_async = inspect.iscoroutinefunction(function)
-        self._threads = None if is_async else ThreadPoolExecutor(_MAX_THREADS, "agent")
+        self._is_async = inspect.iscoroutinefunction(function)
 
     async def run(self, task: AgentTask) -> Any:
         """Run the function and return what it returns.
@@ -66,8 +62,14 @@ class FunctionAgent:
         """
         call = partial(self._function, **{name: getattr(task, name) for name in self._names})
         try:
-            if self._threads is None:
-                return await call()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await (call() if self._is_async else _call_in_thread(call))
         except SystemExit as error:
             raise RuntimeError(f"{self.name} called sys.exit({error.code!r})") from error
+
+
+async def _call_in_thread(call: Callable[[], Any]) -> Any:
+    thread = DaemonThread("agent")
+    try:
+        return await thread.call(call)
+    finally:
+        thread.stop()

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -143,6 +144,14 @@ async def hang(prompt):
     await asyncio.sleep(1000)
 
 
+def block(prompt):
+    time.sleep(3)
+
+
+def fail_in_thread(prompt):
+    raise OSError("no such file")
+
+
 async def ignore_cancellation(prompt):
     with pytest.raises(asyncio.CancelledError):
         await asyncio.sleep(1000)
@@ -168,14 +177,16 @@ async def ask_for_ever(prompt, base_url, api_key):
         (exit_from_coroutine, StopReason.agent_failure),
         (exit_from_thread, StopReason.agent_failure),
         (cancel_itself, StopReason.agent_failure),
+        (fail_in_thread, StopReason.agent_failure),
         (hang, StopReason.trajectory_timeout),
+        (block, StopReason.trajectory_timeout),
         (ignore_cancellation, StopReason.trajectory_timeout),
         # The policy has used up its turns: that is no failure of the agent.
         (ask_for_ever, StopReason.turn_limit),
     ],
     ids=[
         *("raises", "text", "nan", "huge integer", "never asks", "exits", "exits in a thread"),
-        *("cancelled", "hangs", "stubborn", "endless"),
+        *("cancelled", "raises in a thread", "hangs", "blocks", "stubborn", "endless"),
     ],
 )
 async def test_failed_attempt_is_masked_and_says_why(codec, agent, stop_reason):

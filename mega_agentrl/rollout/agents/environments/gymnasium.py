@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.rollout.agents.environments.daemon_thread import DaemonThread
+from mega_agentrl.rollout.agents.daemon_thread import DaemonThread
 from mega_agentrl.rollout.agents.environments.episode import (
     DEFAULT_STEP_TIMEOUT_S,
     KEY,

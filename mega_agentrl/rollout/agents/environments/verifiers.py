@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.converters.source_row import make_rl_row
 from mega_agentrl.rollout.agents.base import EnvironmentFailedError
-from mega_agentrl.rollout.agents.environments.daemon_thread import DaemonThread
+from mega_agentrl.rollout.agents.daemon_thread import DaemonThread
 from mega_agentrl.rollout.agents.environments.episode import KEY, import_package, mapping_option
 
 if TYPE_CHECKING:
