@@ -1,19 +1,5 @@
-"""The codec of the gateway's tests."""
+"""The codec and the event loops of the gateway's tests."""
 
-import asyncio
+from tests.rollout.gateway.conftest import codec, pytest_asyncio_loop_factories
 
-import pytest
-
-from mega_agentrl.data.encoding.codec import HFCodec
-from tests.chat_models import save_tokenizer
-
-
-def pytest_asyncio_loop_factories():
-    """Coroutines that are tests use real time: they talk over sockets."""
-    return {"real": asyncio.new_event_loop}
-
-
-@pytest.fixture(scope="session")
-def codec(tmp_path_factory):
-    """A codec with Qwen 3's template, which drops earlier reasoning."""
-    return HFCodec(save_tokenizer("qwen3", tmp_path_factory.mktemp("tokenizer")))
+__all__ = ["codec", "pytest_asyncio_loop_factories"]
