@@ -18,7 +18,7 @@ async def run(prompt, base_url, api_key):
         base_url=base_url.removesuffix("/v1"), api_key=api_key
     ) as client:
         messages = list(prompt)
-        shown = await client.get("/v1/tools", cast_to=list)
+        shown = await client.get("/v1/tools", cast_to=object)
         tools = [
             {
                 "name": tool["function"]["name"],
@@ -38,7 +38,7 @@ async def run(prompt, base_url, api_key):
                     "tool_use_id": block.id,
                     "content": (
                         await client.post(
-                            f"/v1/tools/{block.name}", body=block.input, cast_to=dict
+                            f"/v1/tools/{block.name}", body=block.input, cast_to=object
                         )
                     )["answer"],
                 }
