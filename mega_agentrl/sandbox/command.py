@@ -86,7 +86,7 @@ class SandboxedCommand:
     """Folders that it may write to, at their own paths. If root starts the run, other users must be
     permitted to write to them."""
     working_folder: Path = Path("/tmp")
-    """Where it starts: `/tmp`, or a path in `read_only` or `writable`."""
+    """Folder that it starts in: `/tmp`, or a path in `read_only` or `writable`."""
     network: NetworkAccess = NetworkAccess.none
     """Its network."""
     forwarded_ports: Mapping[int, Path] = field(default_factory=dict)

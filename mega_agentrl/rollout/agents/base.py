@@ -1,4 +1,4 @@
-"""What an agent is to a rollout: something that runs once per attempt and talks to the gateway."""
+"""The interface between a rollout and an agent, which runs once per attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import Message, Prompt
 
 AgentResult = float | Mapping[str, float] | None
-"""What an agent may return: its reward, several parts of it by name, or nothing."""
+"""Result of an attempt: its reward, several parts of the reward by name, or None."""
 
 AGENT_PART = "agent"
 """Name of the reward part that an agent returns; further parts are `agent.NAME`."""
@@ -48,7 +48,7 @@ class Agent(Protocol):
 
     @property
     def name(self) -> str:
-        """Where the agent's code is, for messages."""
+        """Place of the agent's code, for messages."""
 
     async def run(self, task: AgentTask) -> AgentResult:
         """Run one attempt and return its reward, or several parts by name, or None.

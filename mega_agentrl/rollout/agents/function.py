@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.agents.base import AgentTask
 
 ARGUMENTS = ("prompt", "base_url", "api_key", "tools_kwargs")
-"""What the function is called with, by name, as far as it has parameters of these names."""
+"""Arguments of the function, passed by name if it has parameters of these names."""
 
 
 class FunctionAgent:

@@ -1,4 +1,4 @@
-"""Where the gateway listens, and its bounds. This module imports nothing heavy."""
+"""Settings of the gateway. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega_agentrl.config.errors import check_range
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GatewaySettings:
-    """Where the gateway listens, and its bounds: the block `gateway` of `rollout.agent`."""
+    """Address and bounds of the gateway: the block `gateway` of `rollout.agent`."""
 
     host: str = "127.0.0.1"
     """Interface; another one only for agents on other nodes, in a network that you trust."""

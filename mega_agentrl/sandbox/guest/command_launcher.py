@@ -45,14 +45,14 @@ _BACKLOG = 128
 
 
 class LauncherSettings(NamedTuple):
-    """What the launcher starts, and how."""
+    """Settings of a launcher: the command, its environment, ports and limits."""
 
     command: tuple[str, ...]
     """Program and arguments; a program without a slash is looked up in the variable PATH."""
     environment: dict[str, str]
     """The whole environment of the command, with PATH."""
     working_folder: str
-    """Where the command starts."""
+    """Folder that the command starts in."""
     status_fd: int
     """Descriptor of the status pipe: gets an empty line once the command runs, else the error."""
     ports: tuple[int, ...] = ()

@@ -44,10 +44,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class Observation:
-    """What an environment answers."""
+    """The answer of an environment to `reset` or `step`."""
 
     text: str
-    """What the policy reads."""
+    """Text that the policy reads."""
     reward: float = 0.0
     """Reward of the step."""
     is_last: bool = False

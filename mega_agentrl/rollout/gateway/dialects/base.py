@@ -1,4 +1,4 @@
-"""What a dialect does, and what all dialects share: decoding of bodies, and server-sent events."""
+"""The protocol of a dialect, and shared functions that decode bodies and write events."""
 
 from __future__ import annotations
 
