@@ -28,7 +28,7 @@ from mega_agentrl.rollout.gateway.chat import (
     make_call_id,
 )
 from mega_agentrl.rollout.gateway.encoding import BlockEncoder
-from mega_agentrl.rollout.generation.interruptible import merge_generations
+from mega_agentrl.rollout.generation.interruptible import merge_generations, truncate_generation
 from mega_agentrl.rollout.generation.turn_generator import generate_or_abort, request_seed
 from mega_agentrl.types.errors import RankLostError
 from mega_agentrl.types.protocols import ChatCodec
@@ -380,14 +380,24 @@ class AgentSession:
         if self._spent is None:
             self._spent = self._find_spent_budget()
         if self._spent is not None:
-            self._has_sent_stop = True
-            parts = AssistantText(reasoning="", content="", calls=())
-            return self._make_answer(pending, parts, AnswerFinish.length)
+            return self._make_stop(pending)
         recorded = self._recorded_generation(block)
         generation = recorded or await self._sample_or_fail(pending)
         self._failed_blocks.pop(block, None)
+        if recorded is None:
+            # Requests that ran at the same time have used tokens of the same budget.
+            if self._num_tokens_left < 1:
+                self._spent = self._spent or StopReason.length
+                return self._make_stop(pending)
+            generation = truncate_generation(generation, self._num_tokens_left)
         self._last_finish = generation.finish_reason
         return self._add_answer(pending, generation, is_replayed=recorded is not None)
+
+    def _make_stop(self, pending: _PendingRequest) -> ChatAnswer:
+        """Return the answer without text that tells the client that a limit is reached."""
+        self._has_sent_stop = True
+        parts = AssistantText(reasoning="", content="", calls=())
+        return self._make_answer(pending, parts, AnswerFinish.length)
 
     def _find_spent_budget(self) -> StopReason | None:
         config = self.scope.context.config

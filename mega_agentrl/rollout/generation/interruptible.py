@@ -186,3 +186,21 @@ def merge_generations(
         top_logps=tuple(row for piece in pieces for row in piece.top_logps),
         versions=versions,
     )
+
+
+def truncate_generation(generation: Generation, max_tokens: int) -> Generation:
+    """Return the first `max_tokens` of a generation, which then ends for length."""
+    if len(generation.token_ids) <= max_tokens:
+        return generation
+    return replace(
+        generation,
+        token_ids=generation.token_ids[:max_tokens],
+        logps=generation.logps[:max_tokens],
+        entropies=generation.entropies[:max_tokens],
+        argmax_ids=generation.argmax_ids[:max_tokens],
+        finish_reason=FinishReason.length,
+        stop_string=None,
+        version=(generation.versions or (generation.version,))[:max_tokens][-1],
+        top_logps=generation.top_logps[:max_tokens],
+        versions=generation.versions[:max_tokens],
+    )

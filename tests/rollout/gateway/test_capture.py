@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from mega_agentrl.batch.packing import pack_trees
-from mega_agentrl.rollout.gateway.chat import ChatRequest
+from mega_agentrl.rollout.gateway.chat import AnswerFinish, ChatRequest
 from mega_agentrl.rollout.gateway.session import CLOSE_TIMEOUT_S, AgentSession, Probe
 from mega_agentrl.types.records import (
     FinishReason,
@@ -312,3 +312,43 @@ async def test_session_that_closes_while_the_forks_are_made_samples_no_more(code
     session = AgentSession(replace(make_session_scope(codec, engine), probe=probe))
     await ask(session, [QUESTION])
     assert sum(trajectory_of(session).loss_mask) == 3
+
+
+class LockstepEngine(Script):
+    """Sends its answers when all of its turns have been asked for."""
+
+    async def generate(self, request):
+        generation = await super().generate(request)
+        while len(self.requests) < len(self._turns):
+            await asyncio.sleep(0)
+        num_tokens = len(generation.token_ids)
+        versions = tuple(range(1, num_tokens + 1))
+        return replace(generation, version=num_tokens, versions=versions)
+
+
+@pytest.mark.parametrize(("spare", "num_kept"), [(2, [9, 2, 0]), (0, [9, 0, 0]), (18, [9] * 3)])
+async def test_requests_that_run_at_once_share_the_tokens_that_are_left(codec, spare, num_kept):
+    turn = "so it is"
+    num_turn = len(codec.encode(turn)) + 1
+    assert num_turn == 9
+    session = AgentSession(
+        make_session_scope(
+            codec, LockstepEngine(codec, [turn] * 3), max_response_tokens=num_turn + spare
+        )
+    )
+    # Each begins a conversation: only what is sampled counts as response.
+    questions = [[{"role": "user", "content": f"{number}?"}] for number in range(3)]
+    answers = await asyncio.gather(*(ask(session, messages) for messages in questions))
+
+    answers.sort(key=lambda answer: answer.num_answer_tokens, reverse=True)
+    assert [answer.num_answer_tokens for answer in answers] == num_kept
+    for answer, kept in zip(answers, num_kept, strict=True):
+        expected = AnswerFinish.stop if kept == num_turn else AnswerFinish.length
+        assert answer.finish is expected
+    assert session.tree.num_response_tokens == sum(num_kept)
+    trajectory = trajectory_of(session)
+    assert sum(trajectory.loss_mask) == sum(num_kept)
+    sampled = [v for v, m in zip(trajectory.versions, trajectory.loss_mask, strict=True) if m]
+    assert sorted(sampled) == sorted(v for kept in num_kept for v in range(1, kept + 1))
+    if spare < 18:
+        assert session.limit_reached is StopReason.length
