@@ -193,7 +193,10 @@ def _module_of(path: Path) -> str:
 
 
 def import_graph(root: Path) -> dict[str, set[str]]:
-    """Return the names of the modules that import each module, tests and tools included."""
+    """Return the names of the modules that import each module, tests and tools included.
+
+    A module that calls `pkgutil.iter_modules(package.__path__)` imports the whole package.
+    """
     files = [
         path.relative_to(root)
         for folder in (PACKAGE, "tests", "tools", "examples")
@@ -208,12 +211,25 @@ def import_graph(root: Path) -> dict[str, set[str]]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 targets = [f"{node.module}.{alias.name}" for alias in node.names]
                 targets.append(node.module)
+            elif isinstance(node, ast.Call) and (package := _listed_package(node)):
+                targets = [other for other in modules if f".{package}." in other]
             else:
                 continue
             for target in targets:
                 if target in importers:
                     importers[target].add(name)
     return importers
+
+
+def _listed_package(call: ast.Call) -> str | None:
+    """Return `package` where a call is `iter_modules(package.__path__)`."""
+    match call:
+        case ast.Call(
+            func=ast.Attribute(attr="iter_modules"),
+            args=[ast.Attribute(value=ast.Name(id=package), attr="__path__"), *_],
+        ):
+            return package
+    return None
 
 
 def tests_of(module: str, importers: dict[str, set[str]]) -> list[str]:
