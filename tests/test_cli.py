@@ -70,6 +70,22 @@ def test_a_refused_command_leaves_no_run_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_messages_and_warnings_go_to_the_file_of_the_driver(tmp_path):
+    script = f"""
+import logging, pathlib, warnings
+from mega_agentrl import cli
+cli._set_up_file_logging(pathlib.Path({str(tmp_path)!r}))
+logging.getLogger("some.library").info("loaded")
+warnings.warn("old option")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=True
+    )
+    text = (tmp_path / "logs" / "driver.log").read_text()
+    assert "some.library INFO loaded" in text and "old option" in text
+    assert not ended.stderr
+
+
 def test_interruption_message_names_the_checkpoint(tmp_path):
     signal_handler = SignalHandler()
     message = describe_interruption(tmp_path, signal_handler)

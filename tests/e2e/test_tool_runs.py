@@ -1,0 +1,164 @@
+"""Runs whose policy calls an MCP server or a workspace, or plays an environment, and is trained."""
+
+import json
+import math
+
+import pandas as pd
+import pytest
+
+from tests.e2e.conftest import finish, start
+from tests.e2e.overrides import make_task, task_overrides
+from tests.train.metric_lines import metric_lines
+
+SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=2000")
+NATIVE = (
+    "rollout.agent._target_=''",
+    "rollout.branching=after_result",
+    "rollout.branch.alpha=5",  # forks wherever it is asked
+)
+SEARCH_SERVER = """
+import json
+
+from mcp.server import MCPServer
+from mcp_types import ToolAnnotations
+
+server = MCPServer("facts")
+facts = {}
+for line in open("corpus.jsonl"):
+    document = json.loads(line)
+    facts[document["title"]] = document["text"]
+
+
+@server.tool(annotations=ToolAnnotations(read_only_hint=True))
+def search(query: str) -> str:
+    return facts.get(query, "No results.")
+
+
+server.run()
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "toolqa_chat"
+    make_task("toolqa_chat", folder, *SIZES)
+    return folder
+
+
+def train(data, run_dir, *overrides):
+    """Train for two steps; the lines of metrics."""
+    child = start(
+        "experiment=smoke_openai",
+        "sft.max_steps=400",
+        "total_steps=2",
+        "data.prompts_per_step=4",
+        "evaluate.num_questions=10",
+        *task_overrides(data, run_dir),
+        *overrides,
+    )
+    code, output = finish(child, 480)
+    assert code == 0, output[-3000:]
+    lines = metric_lines(run_dir, "rl")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert math.isfinite(line["actor/loss"])
+        assert line["mismatch/logp_mean_abs"] < 1e-5
+    assert max(line["actor/grad_norm"] for line in lines) > 0
+    return lines
+
+
+@pytest.mark.slow(120)
+def test_an_mcp_server_answers_and_its_sessions_fork(data, tmp_path):
+    (data / "server.py").write_text(SEARCH_SERVER)
+    server = {"command": "python", "args": ["server.py"], "cwd": "."}
+    (data / "mcp.json").write_text(json.dumps({"mcpServers": {"facts": server}}))
+    lines = train(
+        data, tmp_path / "run", *NATIVE, "tool.search.source=''", f"tool.mcp={data}/mcp.json"
+    )
+    for line in lines:
+        assert line["rollout/tool/search/num_calls"] > 0
+        assert line["rollout/tool/search/num_ok"] > 0
+        assert line["rollout/forks_per_prompt"] > 0
+
+
+@pytest.mark.slow(120)
+def test_a_workspace_answers_and_forks(data, tmp_path):
+    _move_facts_into_files(data)
+    lines = train(
+        data,
+        tmp_path / "run",
+        *NATIVE,
+        "tool.search.source=''",
+        "tool.workspace.root=host",
+        f"tool.workspace.folder={data}/facts",
+        "engine.max_model_len=192",
+        "rollout.max_response_tokens=150",
+    )
+    for line in lines:
+        assert line["rollout/tool/bash/num_ok"] > 0
+        assert line["rollout/forks_per_prompt"] > 0
+
+
+def _move_facts_into_files(data):
+    """Change the task: a fact is a file in the workspace, and `bash` reads and calculates."""
+    (data / "facts").mkdir()
+    for line in (data / "corpus.jsonl").read_text().splitlines():
+        document = json.loads(line)
+        (data / "facts" / document["title"]).write_text(document["text"])
+    tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
+    for name in ("demonstrations", "dev"):
+        rows = pd.read_parquet(data / f"{name}.parquet")
+        rows["messages"] = [[_with_bash(message) for message in row] for row in rows["messages"]]
+        rows["tools"] = tools
+        rows.to_parquet(data / f"{name}.parquet")
+    for name in ("train", "validation"):
+        rows = pd.read_parquet(data / f"{name}.parquet")
+        rows["extra_info"] = [
+            info | {"tools_kwargs": {"bash": {"create_kwargs": {"setup_command": "true"}}}}
+            for info in rows["extra_info"]
+        ]
+        rows.to_parquet(data / f"{name}.parquet")
+
+
+def _with_bash(message):
+    text = message["content"]
+    if "<tool_call>" not in text:
+        return message
+    before, _, rest = text.partition("<tool_call>\n")
+    call = json.loads(rest.removesuffix("\n</tool_call>"))
+    if call["name"] == "search":
+        command = f"cat '{call['arguments']['query']}'"
+    else:
+        command = f"echo $(({call['arguments']['code']}))"
+    call = json.dumps({"name": "bash", "arguments": {"command": command}})
+    return message | {"content": f"{before}<tool_call>\n{call}\n</tool_call>"}
+
+
+@pytest.mark.slow(120)
+def test_an_environment_of_gymnasium_is_played(data, tmp_path):
+    agent = {
+        "_target_": "mega_agentrl.rollout.agents.environments.gymnasium.GymnasiumAgent",
+        "id": "FrozenLake-v1",
+        "make": {"desc": ["SFG"], "is_slippery": False},
+    }
+    row = {
+        "data_source": "lake",
+        "prompt": "What is 1+1?",
+        "reward_model": {"ground_truth": ""},
+        "extra_info": {"tools_kwargs": {}},
+    }
+    (data / "lake.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
+    options = ",".join(f"{key}:{json.dumps(value)}" for key, value in agent.items())
+    lines = train(
+        data,
+        tmp_path / "run",
+        f"rollout.agent={{{options}}}",
+        "+reward.rubric.default={agent:1}",
+        f"data.train={data}/lake.jsonl",
+        f"data.validation={data}/lake.jsonl",
+    )
+    for line in lines:
+        assert 0 <= line["rollout/reward_mean"] <= 1
+        assert line["rollout/num_turns_mean"] > 1
+
+
