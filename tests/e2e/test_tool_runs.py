@@ -160,5 +160,3 @@ def test_an_environment_of_gymnasium_is_played(data, tmp_path):
     for line in lines:
         assert 0 <= line["rollout/reward_mean"] <= 1
         assert line["rollout/num_turns_mean"] > 1
-
-
