@@ -72,6 +72,14 @@ def test_validate_names_the_field(changes, expected):
         batch(**changes).validate()
 
 
+def test_a_response_may_be_empty():
+    empty = torch.tensor([4, 0, 3])
+    mask_BT = torch.arange(POSITIONS) < empty[:, None]
+    batch(length_B=empty, mask_BT=mask_BT).validate()
+    with pytest.raises(ValueError, match=r"length_B has \[4, -1, 3\]"):
+        batch(length_B=torch.tensor([4, -1, 3])).validate()
+
+
 def test_with_fields_copies_and_checks_again():
     whole = batch()
     filled = whole.with_fields(old_logp_BT=torch.zeros(ROWS, POSITIONS))

@@ -51,6 +51,14 @@ def test_a_call_without_an_outcome_is_replaced_by_the_next_one():
         first_calls.record_failure(calls[3], "error", "")
 
 
+def test_a_later_call_without_an_outcome_is_not_replaced():
+    first_calls = watched()
+    calls = [first_calls.start() for _ in range(5)]
+    first_calls.record_no_outcome(calls[3])
+    for call in (calls[0], calls[1], calls[3]):
+        first_calls.record_failure(call, "error", "")
+
+
 def test_a_limit_of_zero_watches_nothing():
     first_calls = watched(limit=0)
     for _ in range(10):

@@ -160,3 +160,13 @@ def test_request_becomes_a_conversation():
 def _shown(messages):
     """Role and text of each message."""
     return [(message["role"], message["content"]) for message in messages]
+
+
+@pytest.mark.parametrize(("truncation", "is_named"), [("auto", True), ("disabled", False)])
+async def test_truncation_that_would_cut_a_conversation_has_no_effect(codec, truncation, is_named):
+    async with open_scripted_session(codec, ["Hello."]) as (url, key, _, _):
+        client = ResponsesClient(url, key)
+        warning = await client.warning(
+            [{"role": "user", "content": "Hello."}], truncation=truncation, **client.settings
+        )
+    assert ("truncation" in warning) is is_named

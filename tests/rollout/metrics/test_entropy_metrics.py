@@ -44,6 +44,16 @@ def test_offsets_count_sampled_tokens_only():
     assert curve.root.counts[:28] == (1,) * 27 + (0,)
 
 
+def test_the_mean_over_a_turn_begins_with_its_first_token():
+    one = nested_tree().trajectories[0]
+    answered = [turn for turn in one.turns if turn.role is Role.assistant][1]
+    for start in (0, answered.start):
+        one.entropies[start] = 1000.0
+    metrics = entropy_metrics([one])
+    assert metrics["entropy_root"] > 20
+    assert metrics["entropy_after_tool"] > 20
+
+
 def test_a_path_that_leaves_a_turn_inside_counts_at_its_offset():
     root = make_trajectory((0,), [(Role.assistant, 4)], entropies=[1.0] * 4)
     tree = RolloutTree(prompt=root.prompt, trajectories=[root])

@@ -53,6 +53,10 @@ def test_what_is_put_is_got_also_by_others(path):
     assert first.get("a") == "zwei ☃"
 
 
+def test_the_folder_of_the_file_is_made(tmp_path):
+    assert make(tmp_path / "new" / "folder" / "cache.sqlite").put("a", "one")
+
+
 def test_an_entry_lives_as_long_as_it_may(path, clock):
     cache, for_ever = make(path, ttl_s=10), make(path, ttl_s=0)
     cache.put("a", "x")
