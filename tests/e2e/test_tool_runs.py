@@ -16,6 +16,17 @@ NATIVE = (
     "rollout.branching=after_result",
     "rollout.branch.alpha=5",  # forks wherever it is asked
 )
+GYMNASIUM = "mega_agentrl.rollout.agents.environments.gymnasium.GymnasiumAgent"
+MOVES = """
+import re
+
+
+def parse(text):
+    digits = re.findall("[0-9]", text)
+    if not digits:
+        raise ValueError("expected a digit")
+    return int(digits[-1]) % 4
+"""
 SEARCH_SERVER = """
 import json
 
@@ -53,6 +64,7 @@ def train(data, run_dir, *overrides):
         "total_steps=2",
         "data.prompts_per_step=4",
         "evaluate.num_questions=10",
+        "tool.search.source=''",
         *task_overrides(data, run_dir),
         *overrides,
     )
@@ -72,9 +84,7 @@ def test_an_mcp_server_answers_and_its_sessions_fork(data, tmp_path):
     (data / "server.py").write_text(SEARCH_SERVER)
     server = {"command": "python", "args": ["server.py"], "cwd": "."}
     (data / "mcp.json").write_text(json.dumps({"mcpServers": {"facts": server}}))
-    lines = train(
-        data, tmp_path / "run", *NATIVE, "tool.search.source=''", f"tool.mcp={data}/mcp.json"
-    )
+    lines = train(data, tmp_path / "run", *NATIVE, f"tool.mcp={data}/mcp.json")
     for line in lines:
         assert line["rollout/tool/search/num_calls"] > 0
         assert line["rollout/tool/search/num_ok"] > 0
@@ -88,7 +98,6 @@ def test_a_workspace_answers_and_forks(data, tmp_path):
         data,
         tmp_path / "run",
         *NATIVE,
-        "tool.search.source=''",
         "tool.workspace.root=host",
         f"tool.workspace.folder={data}/facts",
         "engine.max_model_len=192",
@@ -105,13 +114,11 @@ def _move_facts_into_files(data):
     for line in (data / "corpus.jsonl").read_text().splitlines():
         document = json.loads(line)
         (data / "facts" / document["title"]).write_text(document["text"])
-    tools = json.dumps([{"type": "function", "function": {"name": "bash"}}])
-    for name in ("demonstrations", "dev"):
-        rows = pd.read_parquet(data / f"{name}.parquet")
-        rows["messages"] = [[_with_bash(message) for message in row] for row in rows["messages"]]
-        rows["tools"] = tools
-        rows.to_parquet(data / f"{name}.parquet")
-    for name in ("train", "validation"):
+    rows = pd.read_parquet(data / "demonstrations.parquet")
+    rows["messages"] = [[_with_bash(message) for message in row] for row in rows["messages"]]
+    rows["tools"] = json.dumps([{"type": "function", "function": {"name": "bash"}}])
+    rows.to_parquet(data / "demonstrations.parquet")
+    for name in ("train", "validation", "dev"):
         rows = pd.read_parquet(data / f"{name}.parquet")
         rows["extra_info"] = [
             info | {"tools_kwargs": {"bash": {"create_kwargs": {"setup_command": "true"}}}}
@@ -136,26 +143,22 @@ def _with_bash(message):
 
 @pytest.mark.slow(120)
 def test_an_environment_of_gymnasium_is_played(data, tmp_path):
-    agent = {
-        "_target_": "mega_agentrl.rollout.agents.environments.gymnasium.GymnasiumAgent",
-        "id": "FrozenLake-v1",
-        "make": {"desc": ["SFG"], "is_slippery": False},
-    }
     row = {
         "data_source": "lake",
         "prompt": "What is 1+1?",
         "reward_model": {"ground_truth": ""},
-        "extra_info": {"tools_kwargs": {}},
     }
-    (data / "lake.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
-    options = ",".join(f"{key}:{json.dumps(value)}" for key, value in agent.items())
+    for name in ("train", "validation", "dev"):
+        pd.DataFrame([row] * 20).to_parquet(data / f"{name}.parquet")
+    (data / "moves.py").write_text(MOVES)
     lines = train(
         data,
         tmp_path / "run",
-        f"rollout.agent={{{options}}}",
+        f"rollout.agent._target_={GYMNASIUM}",
+        "+rollout.agent.id=FrozenLake-v1",
+        f"+rollout.agent.parse={data}/moves.py:parse",
+        "+rollout.agent.make={desc:[SFG],is_slippery:false}",
         "+reward.rubric.default={agent:1}",
-        f"data.train={data}/lake.jsonl",
-        f"data.validation={data}/lake.jsonl",
     )
     for line in lines:
         assert 0 <= line["rollout/reward_mean"] <= 1
