@@ -1,5 +1,6 @@
 """Whole runs as a user starts them: `python -m mega_agentrl` in a process of its own."""
 
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.train.metric_lines import metric_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +37,18 @@ def finish(child, timeout_s):
         output, _ = child.communicate()
         pytest.fail(f"no end within {timeout_s} s; output so far:\n{output[-3000:]}")
     return child.returncode, output
+
+
+def finish_training(child, run_dir, num_steps, timeout_s=480):
+    """The metrics of a run whose every step trains; past the deadline it is ended."""
+    code, output = finish(child, timeout_s)
+    assert code == 0, output[-3000:]
+    lines = metric_lines(run_dir, "rl")
+    assert [line["step"] for line in lines] == list(range(1, num_steps + 1))
+    for line in lines:
+        assert math.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0
+        assert line["actor/num_tokens"] > 0 and line["actor/num_skipped_steps"] == 0
+    return lines
 
 
 def processes_of(child, marker):

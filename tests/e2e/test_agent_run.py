@@ -1,12 +1,9 @@
 """Runs whose agent talks to an SDK: engine and policy see the same tokens, forks included."""
 
-import math
-
 import pytest
 
-from tests.e2e.conftest import ROOT, finish, start
+from tests.e2e.conftest import ROOT, finish_training, start
 from tests.e2e.overrides import make_task, task_overrides
-from tests.train.metric_lines import metric_lines
 
 SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=2000")
 ANTHROPIC_AGENT = """
@@ -72,12 +69,8 @@ def test_an_agent_that_talks_to_an_sdk_is_trained_and_forked(sdk, tmp_path):
         f"tool.search.source={data}/corpus.jsonl",
         *task_overrides(data, run_dir),
     )
-    code, output = finish(child, 480)
-    assert code == 0, output[-3000:]
-    lines = metric_lines(run_dir, "rl")
-    assert [line["step"] for line in lines] == [1, 2]
+    lines = finish_training(child, run_dir, 2)
     for line in lines:
-        assert math.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0
         assert line["mismatch/logp_mean_abs"] < 1e-5
         assert line["rollout/forks_per_prompt"] > 0
         assert "rollout/abandoned_forks_per_prompt" not in line

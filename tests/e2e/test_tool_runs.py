@@ -1,14 +1,12 @@
 """Runs whose policy calls an MCP server or a workspace, or plays an environment, and is trained."""
 
 import json
-import math
 
 import pandas as pd
 import pytest
 
-from tests.e2e.conftest import finish, start
+from tests.e2e.conftest import finish_training, start
 from tests.e2e.overrides import make_task, task_overrides
-from tests.train.metric_lines import metric_lines
 
 SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=2000")
 NATIVE = (
@@ -68,14 +66,9 @@ def train(data, run_dir, *overrides):
         *task_overrides(data, run_dir),
         *overrides,
     )
-    code, output = finish(child, 480)
-    assert code == 0, output[-3000:]
-    lines = metric_lines(run_dir, "rl")
-    assert [line["step"] for line in lines] == [1, 2]
+    lines = finish_training(child, run_dir, 2)
     for line in lines:
-        assert math.isfinite(line["actor/loss"])
         assert line["mismatch/logp_mean_abs"] < 1e-5
-    assert max(line["actor/grad_norm"] for line in lines) > 0
     return lines
 
 

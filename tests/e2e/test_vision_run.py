@@ -1,15 +1,13 @@
 """A run of the task with pictures: engine and policy see the same, and the page shows it."""
 
 import json
-import math
 
 import pytest
 import torch
 import transformers
 
-from tests.e2e.conftest import finish, start
+from tests.e2e.conftest import finish_training, start
 from tests.e2e.overrides import make_task, task_overrides
-from tests.train.metric_lines import metric_lines
 
 SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=400")
 
@@ -54,12 +52,8 @@ def test_an_agent_that_zooms_is_trained_on_what_the_engine_saw(family, tmp_path)
         "report.save_trees_every_steps=1",
         *task_overrides(data, run_dir),
     )
-    code, output = finish(child, 420)
-    assert code == 0, output[-3000:]
-    lines = metric_lines(run_dir, "rl")
-    assert [line["step"] for line in lines] == [1, 2]
+    lines = finish_training(child, run_dir, 2)
     for line in lines:
-        assert math.isfinite(line["actor/loss"]) and line["actor/grad_norm"] > 0
         assert line["mismatch/logp_mean_abs"] < 1e-5
     assert sum(line["rollout/tool/zoom/num_ok"] for line in lines) > 0
     images = {path.stem for path in (run_dir / "rollouts" / "images").iterdir()}
