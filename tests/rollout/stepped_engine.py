@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from mega_agentrl.rollout.generation.interruptible import truncate_generation
 from mega_agentrl.types.records import FinishReason
 from tests.fakes import FakeGenerator
 
@@ -88,13 +89,5 @@ class StuckGenerator(FakeGenerator):
 
 
 def _first(whole, num_tokens):
-    return replace(
-        whole,
-        token_ids=whole.token_ids[:num_tokens],
-        logps=whole.logps[:num_tokens],
-        entropies=whole.entropies[:num_tokens],
-        argmax_ids=whole.argmax_ids[:num_tokens],
-        top_logps=whole.top_logps[:num_tokens],
-        finish_reason=FinishReason.aborted,
-        stop_string=None,
-    )
+    first = truncate_generation(whole, num_tokens)
+    return replace(first, finish_reason=FinishReason.aborted, stop_string=None)

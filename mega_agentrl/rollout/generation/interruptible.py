@@ -200,7 +200,7 @@ def truncate_generation(generation: Generation, max_tokens: int) -> Generation:
         argmax_ids=generation.argmax_ids[:max_tokens],
         finish_reason=FinishReason.length,
         stop_string=None,
-        version=(generation.versions or (generation.version,))[:max_tokens][-1],
+        version=generation.versions[max_tokens - 1] if generation.versions else generation.version,
         top_logps=generation.top_logps[:max_tokens],
         versions=generation.versions[:max_tokens],
     )
