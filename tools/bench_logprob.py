@@ -278,7 +278,8 @@ def run_case(case: Case, repeats: int) -> dict[str, Any]:
 def _run_ranks(case: Case, path: str, repeats: int) -> tuple[dict[str, float], str]:
     """Run the ranks of a case; return their values, or none and the reason."""
     job = {"case": asdict(case), "path": path, "repeats": repeats, "port": free_port()}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     environment["OMP_NUM_THREADS"] = "1" if case.ranks > 1 else "2"
     command = [sys.executable, "-W", "ignore", str(Path(__file__).resolve()), "--rank"]
     ranks = [

@@ -1,8 +1,7 @@
 """Tiling of the vocabulary head, shared by its kernels.
 
 A tile holds the logits of some tokens at some rows of the vocabulary; the tiles in memory are
-bounded by a number of bytes. This module splits ranges, multiplies with a wide accumulator, and
-sums the gradients of tiles.
+bounded by a number of bytes. This module splits ranges and sums the gradients of tiles.
 
 Shape suffixes: N tokens, C tokens of a chunk, V local vocabulary rows, B rows of a block,
 D hidden width.
@@ -13,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+
+from mega_agentrl.actor.matmul import matmul_accumulate
 
 SCRATCH_BYTES = {"cpu": 16 << 20, "cuda": 512 << 20}
 """Default bound on the bytes of all tiles: a CPU's cache, or a small part of a GPU's memory."""
@@ -32,20 +33,6 @@ def split_range(total: int, step: int) -> Iterator[slice]:
     """Yield slices of length `step` that cover range(total); the last may be shorter."""
     for start in range(0, total, step):
         yield slice(start, min(total, start + step))
-
-
-def matmul_accumulate(
-    out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, fresh: bool = False
-) -> None:
-    """Compute out += left @ right, or out = left @ right if `fresh`, summed in out's dtype.
-
-    A GPU multiplies the narrow dtypes directly; a CPU converts the factors first.
-    """
-    beta = 0.0 if fresh else 1.0
-    if left.is_cuda and left.dtype != out.dtype:
-        torch.addmm(out, left, right, out_dtype=out.dtype, beta=beta, out=out)
-    else:
-        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=beta, out=out)
 
 
 def accumulate_gradients(

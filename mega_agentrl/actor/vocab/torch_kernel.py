@@ -19,11 +19,11 @@ import math
 
 import torch
 
+from mega_agentrl.actor.matmul import matmul_accumulate
 from mega_agentrl.actor.vocab.partial_softmax import LogitGradCoefficients, empty_stats, merge_stats
 from mega_agentrl.actor.vocab.tiling import (
     accumulate_gradients,
     compute_dtype,
-    matmul_accumulate,
     split_range,
 )
 

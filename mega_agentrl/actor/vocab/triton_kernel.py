@@ -8,9 +8,11 @@ dtype of the inputs, to a bounded `[C, B]` scratch, which torch's matrix product
 into both gradients.
 
 Inputs are float32, bfloat16 or float16; products are summed in float32 (for float32 inputs
-without TF32). Concurrent programs share token and vocabulary blocks through the L2 cache: groups of
-16 token blocks go through the vocabulary together. On a CPU the kernels run under Triton's
-interpreter (TRITON_INTERPRET=1 before this module is imported), for tests without a GPU.
+without TF32). Tiles are read and written through tensor descriptors, which Hopper's copy engine
+(TMA) serves; reads beyond the end give 0 and writes there are dropped. Concurrent programs share
+token and vocabulary blocks through the L2 cache: groups of token blocks go through the vocabulary
+together. On a CPU the kernels run under Triton's interpreter (TRITON_INTERPRET=1 before this module
+is imported), for tests without a GPU.
 
 A column of the logits belongs to a row of the output layer's weight. A token's `column` is the
 local index of its target, or -1 if another rank holds it.
@@ -21,12 +23,14 @@ D hidden width, K runs; inside the kernels T tokens and R rows of a program's ti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch.nn import functional
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mega_agentrl.actor.vocab.partial_softmax import (
     MAX,
@@ -36,11 +40,16 @@ from mega_agentrl.actor.vocab.partial_softmax import (
     merge_stats,
 )
 from mega_agentrl.actor.vocab.tiling import accumulate_gradients, split_range
+from mega_agentrl.reshard.layout import round_up
 
 MAX_CHUNK_TOKENS = 8192
 # A chunk has as many tokens as leave the backward scratch this many rows wide.
 MIN_BLOCK_ROWS = 16384
-L2_GROUP_TOKEN_BLOCKS = 16
+# Token blocks that go through the vocabulary together; the fastest on an H100 of 8 and 16.
+STATS_GROUP = 16
+GRADIENT_GROUP = 8
+DESCRIPTOR_ALIGNMENT = 16
+"""Bytes that the start and the rows of a tensor behind a descriptor must be aligned to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +67,12 @@ class TileConfig:
     num_stages: int
 
 
-# 144 KiB of operands in flight and the registers of two warp groups: for Hopper and A100.
+# 192 KiB of operands in flight and the registers of two warp groups.
 HOPPER_TILE = TileConfig(
-    block_tokens=128, block_rows=256, block_hidden=64, blocks_per_run=8, num_warps=8, num_stages=3
+    block_tokens=128, block_rows=256, block_hidden=64, blocks_per_run=8, num_warps=8, num_stages=4
 )
+# 144 KiB in flight, for A100. Not run on one.
+AMPERE_TILE = replace(HOPPER_TILE, num_stages=3)
 # For GPUs with less shared memory.
 SMALL_SMEM_TILE = TileConfig(
     block_tokens=128, block_rows=128, block_hidden=32, blocks_per_run=16, num_warps=8, num_stages=3
@@ -101,14 +112,14 @@ def local_stats(
     stats_K4C = hidden_CD.new_empty(num_runs, 4, num_tokens, dtype=torch.float32)
     with torch.cuda.device_of(hidden_CD):
         _stats_kernel[(triton.cdiv(num_tokens, tile.block_tokens) * num_runs,)](
-            hidden_CD.contiguous(),
-            weight_VD.contiguous(),
+            *_describe_inputs(_align_rows(hidden_CD), _align_rows(weight_VD), tile),
             column_C.to(torch.int32),
             stats_K4C,
             num_tokens,
             num_rows,
             1.0 / temperature,
             RUN=tile.blocks_per_run,
+            GROUP=STATS_GROUP,
             **_kernel_constants(tile, hidden_CD),
         )
     stats_K4C = stats_K4C.double()
@@ -128,24 +139,25 @@ def gradients(
 ) -> None:
     """Compute the gradients of the hidden states and of the rows of `weight_VD`.
 
-    The arguments are those of `torch_kernel.gradients`; `num_bytes` bounds the scratch.
+    The arguments are those of `torch_kernel.gradients`; `num_bytes` bounds the scratch, but for
+    the alignment of its rows.
     """
     num_tokens, num_rows = len(hidden_ND), len(weight_VD)
     step = min(num_tokens, chunk_tokens(hidden_ND, num_rows, num_bytes))
     width = max(1, num_bytes // (step * hidden_ND.dtype.itemsize))
     # A multiple of `MIN_BLOCK_ROWS`, unless that is more than fits.
     width = min(num_rows, width - width % MIN_BLOCK_ROWS or width)
-    hidden_ND, weight_VD = hidden_ND.contiguous(), weight_VD.contiguous()
     column_N = column_N.to(torch.int32)
-    scratch = hidden_ND.new_empty(step * width)
+    aligned_hidden, aligned_weight = _align_rows(hidden_ND), _align_rows(weight_VD)
+    pitch = round_up(width, DESCRIPTOR_ALIGNMENT // hidden_ND.dtype.itemsize)
+    scratch_CB = hidden_ND.new_empty(step, pitch)
 
     def tile_gradient(tokens: slice, rows: slice) -> torch.Tensor:
-        shape = (tokens.stop - tokens.start, rows.stop - rows.start)
-        grad_CB = scratch[: shape[0] * shape[1]].view(shape)
+        grad_CB = scratch_CB[: tokens.stop - tokens.start, : rows.stop - rows.start]
         _launch_gradient(
             grad_CB,
-            hidden_ND[tokens],
-            weight_VD[rows],
+            aligned_hidden[tokens],
+            aligned_weight[rows],
             column_N[tokens] - rows.start,
             coefficients.slice_tokens(tokens),
             temperature,
@@ -171,8 +183,7 @@ def _launch_gradient(
     grid = (triton.cdiv(num_tokens, tile.block_tokens) * triton.cdiv(num_rows, tile.block_rows),)
     with torch.cuda.device_of(hidden_CD):
         _gradient_kernel[grid](
-            hidden_CD,
-            weight_BD,
+            *_describe_inputs(hidden_CD, weight_BD, tile),
             column_C,
             coefficients.max_raw_logit_N,
             coefficients.prob_coef_N,
@@ -181,13 +192,37 @@ def _launch_gradient(
             if coefficients.entropy_coef_N is None
             else coefficients.entropy_coef_N,
             coefficients.target_coef_N,
-            grad_CB,
+            _describe(grad_CB, tile.block_tokens, tile.block_rows),
             num_tokens,
             num_rows,
             1.0 / temperature,
             WITH_ENTROPY=coefficients.entropy_coef_N is not None,
+            GROUP=GRADIENT_GROUP,
             **_kernel_constants(tile, hidden_CD),
         )
+
+
+def _align_rows(value_ND: torch.Tensor) -> torch.Tensor:
+    """Return `[N, D]` contiguous values that a descriptor can be made of, padded with 0 in D."""
+    padding = -value_ND.size(1) % (DESCRIPTOR_ALIGNMENT // value_ND.dtype.itemsize)
+    if padding:
+        value_ND = functional.pad(value_ND, (0, padding))
+    is_aligned = value_ND.data_ptr() % DESCRIPTOR_ALIGNMENT == 0
+    return value_ND.contiguous() if is_aligned else value_ND.clone()
+
+
+def _describe_inputs(
+    hidden_CD: torch.Tensor, weight_VD: torch.Tensor, tile: TileConfig
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    return (
+        _describe(hidden_CD, tile.block_tokens, tile.block_hidden),
+        _describe(weight_VD, tile.block_rows, tile.block_hidden),
+    )
+
+
+def _describe(value: torch.Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
+    """Return a descriptor of a matrix for tiles of this size."""
+    return TensorDescriptor.from_tensor(value, [num_rows, num_columns])
 
 
 def _select_tile(hidden_ND: torch.Tensor) -> TileConfig:
@@ -196,21 +231,20 @@ def _select_tile(hidden_ND: torch.Tensor) -> TileConfig:
     if hidden_ND.dtype == torch.float32:
         return FLOAT32_TILE
     properties = torch.cuda.get_device_properties(hidden_ND.device)
-    return HOPPER_TILE if properties.shared_memory_per_block_optin >= 160 << 10 else SMALL_SMEM_TILE
+    num_kib = properties.shared_memory_per_block_optin >> 10
+    if num_kib >= 200:
+        return HOPPER_TILE
+    return AMPERE_TILE if num_kib >= 160 else SMALL_SMEM_TILE
 
 
 def _kernel_constants(tile: TileConfig, hidden_CD: torch.Tensor) -> dict[str, Any]:
-    hidden_size = hidden_CD.size(1)
     return {
-        "HIDDEN": hidden_size,
+        "HIDDEN": hidden_CD.size(1),
         "TOKENS": tile.block_tokens,
         "ROWS": tile.block_rows,
         "STEP": tile.block_hidden,
-        # Whether the steps divide the hidden width, so that its loads need no mask.
-        "EVEN": hidden_size % tile.block_hidden == 0,
         # The interpreter's product misreads bfloat16 as integers; float32 gives the same result.
         "WIDEN": not hidden_CD.is_cuda,
-        "GROUP": L2_GROUP_TOKEN_BLOCKS,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -234,43 +268,32 @@ def _program_indices(
 
 @triton.jit
 def _raw_logits(
-    hidden_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    token_T: tl.tensor,
-    row_R: tl.tensor,
+    hidden_desc: tl.tensor_descriptor,
+    weight_desc: tl.tensor_descriptor,
+    first_token: tl.tensor,
+    first_row: tl.tensor,
     HIDDEN: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> tl.tensor:
-    """Return `[TOKENS, ROWS]` float32 logits; tokens and rows are relative to the pointers."""
-    step_S = tl.arange(0, STEP)
-    hidden_TS = hidden_ptr + token_T[:, None] * HIDDEN + step_S[None, :]
-    weight_SR = weight_ptr + row_R[None, :] * HIDDEN + step_S[:, None]
+    """Return `[TOKENS, ROWS]` float32 logits; 0 for tokens and rows beyond the last."""
     raw_TR = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
     for start in range(0, HIDDEN, STEP):
-        if EVEN:
-            left_TS = tl.load(hidden_TS)
-            right_SR = tl.load(weight_SR)
-        else:
-            inside_S = step_S < HIDDEN - start
-            left_TS = tl.load(hidden_TS, mask=inside_S[None, :], other=0.0)
-            right_SR = tl.load(weight_SR, mask=inside_S[:, None], other=0.0)
+        left_TS = hidden_desc.load([first_token, start])
+        right_RS = weight_desc.load([first_row, start])
         if WIDEN:
             left_TS = left_TS.to(tl.float32)
-            right_SR = right_SR.to(tl.float32)
-        raw_TR = tl.dot(left_TS, right_SR, raw_TR, input_precision="ieee")
-        hidden_TS += STEP
-        weight_SR += STEP
+            right_RS = right_RS.to(tl.float32)
+        raw_TR = tl.dot(left_TS, right_RS.T, raw_TR, input_precision="ieee")
     return raw_TR
 
 
 @triton.jit
 def _stats_kernel(
-    hidden_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    hidden_desc: tl.tensor_descriptor,
+    weight_desc: tl.tensor_descriptor,
     column_ptr: tl.tensor,
     stats_ptr: tl.tensor,
     num_tokens: tl.tensor,
@@ -281,7 +304,6 @@ def _stats_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
@@ -292,10 +314,7 @@ def _stats_kernel(
     )
     token_T = tl.arange(0, TOKENS)
     num_remaining = num_tokens - token_block * TOKENS
-    # The last blocks repeat their last token and row instead of masking every load.
-    clamped_T = tl.minimum(token_T, num_remaining - 1)
-    hidden_ptr += token_block.to(tl.int64) * TOKENS * HIDDEN
-    column_T = tl.load(column_ptr + token_block * TOKENS + clamped_T)
+    column_T = tl.load(column_ptr + token_block * TOKENS + tl.minimum(token_T, num_remaining - 1))
     # Finite, because the shift from -inf to a maximum of -inf would be NaN.
     max_T = tl.full((TOKENS,), -1e38, dtype=tl.float32)
     sum_T = tl.zeros((TOKENS,), dtype=tl.float32)
@@ -304,27 +323,25 @@ def _stats_kernel(
     for block in range(run * RUN, tl.minimum((run + 1) * RUN, num_blocks)):
         start = block * ROWS
         row_R = tl.arange(0, ROWS)
-        clamped_R = tl.minimum(row_R, num_rows - start - 1)
+        is_row_1R = (row_R < num_rows - start)[None, :]
         raw_TR = _raw_logits(
-            hidden_ptr,
-            weight_ptr + start.to(tl.int64) * HIDDEN,
-            clamped_T,
-            clamped_R,
+            hidden_desc,
+            weight_desc,
+            token_block * TOKENS,
+            start,
             HIDDEN,
             TOKENS,
             ROWS,
             STEP,
-            EVEN,
             WIDEN,
         )
         is_target_TR = (start + row_R)[None, :] == column_T[:, None]
         target_T = tl.maximum(
             target_T, tl.max(tl.where(is_target_TR, raw_TR, float("-inf")), axis=1)
         )
-        # Repeated rows do not change the maximum.
-        new_max_T = tl.maximum(max_T, tl.max(raw_TR, axis=1))
+        new_max_T = tl.maximum(max_T, tl.max(tl.where(is_row_1R, raw_TR, -1e38), axis=1))
         x_TR = (raw_TR - new_max_T[:, None]) * inverse_temperature
-        exp_TR = tl.where((row_R < num_rows - start)[None, :], tl.exp(x_TR), 0.0)
+        exp_TR = tl.where(is_row_1R, tl.exp(x_TR), 0.0)
         shift_T = (max_T - new_max_T) * inverse_temperature
         scale_T = tl.exp(shift_T)
         weighted_T = scale_T * (weighted_T + tl.maximum(shift_T, -1000.0) * sum_T)
@@ -341,14 +358,14 @@ def _stats_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    hidden_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
+    hidden_desc: tl.tensor_descriptor,
+    weight_desc: tl.tensor_descriptor,
     column_ptr: tl.tensor,
     max_logit_ptr: tl.tensor,
     prob_coef_ptr: tl.tensor,
     entropy_coef_ptr: tl.tensor,
     target_coef_ptr: tl.tensor,
-    grad_ptr: tl.tensor,
+    grad_desc: tl.tensor_descriptor,
     num_tokens: tl.tensor,
     num_rows: tl.tensor,
     inverse_temperature: tl.tensor,
@@ -357,7 +374,6 @@ def _gradient_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
-    EVEN: tl.constexpr,
     WIDEN: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
@@ -365,25 +381,21 @@ def _gradient_kernel(
     token_block, row_block = _program_indices(
         tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS), GROUP
     )
-    token_T = tl.arange(0, TOKENS)
-    row_R = tl.arange(0, ROWS)
     first_token = token_block * TOKENS
     first_row = row_block * ROWS
-    clamped_T = tl.minimum(token_T, num_tokens - first_token - 1)
-    clamped_R = tl.minimum(row_R, num_rows - first_row - 1)
     raw_TR = _raw_logits(
-        hidden_ptr + first_token.to(tl.int64) * HIDDEN,
-        weight_ptr + first_row.to(tl.int64) * HIDDEN,
-        clamped_T,
-        clamped_R,
+        hidden_desc,
+        weight_desc,
+        first_token,
+        first_row,
         HIDDEN,
         TOKENS,
         ROWS,
         STEP,
-        EVEN,
         WIDEN,
     )
-    token_T = first_token + clamped_T
+    token_T = tl.minimum(first_token + tl.arange(0, TOKENS), num_tokens - 1)
+    row_R = first_row + tl.arange(0, ROWS)
     max_logit_T = tl.load(max_logit_ptr + token_T)
     prob_coef_T1 = tl.load(prob_coef_ptr + token_T)[:, None]
     x_TR = (raw_TR - max_logit_T[:, None]) * inverse_temperature
@@ -393,11 +405,7 @@ def _gradient_kernel(
     else:
         prob_grad_TR = tl.exp(x_TR) * prob_coef_T1
     column_T = tl.load(column_ptr + token_T)
-    is_target_TR = (first_row + row_R)[None, :] == column_T[:, None]
+    is_target_TR = row_R[None, :] == column_T[:, None]
     target_coef_T = tl.load(target_coef_ptr + token_T)
     grad_TR = tl.where(is_target_TR, target_coef_T[:, None], 0.0) - prob_grad_TR
-    inside_TR = (first_token + tl.arange(0, TOKENS) < num_tokens)[:, None]
-    inside_TR &= (first_row + row_R < num_rows)[None, :]
-    offset_TR = (first_token + tl.arange(0, TOKENS)).to(tl.int64)[:, None] * num_rows
-    offset_TR += (first_row + row_R)[None, :]
-    tl.store(grad_ptr + offset_TR, grad_TR.to(grad_ptr.dtype.element_ty), mask=inside_TR)
+    grad_desc.store([first_token, first_row], grad_TR.to(grad_desc.dtype))

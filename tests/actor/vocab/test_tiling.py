@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mega_agentrl.actor.vocab.tiling import accumulate_gradients, matmul_accumulate, split_range
+from mega_agentrl.actor.matmul import matmul_accumulate
+from mega_agentrl.actor.vocab.tiling import accumulate_gradients, split_range
 
 
 def test_narrow_factors_are_summed_in_the_dtype_of_the_result():

@@ -39,13 +39,17 @@ def compiled(kernel, **own):
         "TOKENS": tile.block_tokens,
         "ROWS": tile.block_rows,
         "STEP": tile.block_hidden,
-        "EVEN": True,
         "WIDEN": False,
-        "GROUP": triton_kernel.L2_GROUP_TOKEN_BLOCKS,
+        "GROUP": 8,
         **own,
     }
-    types = {"hidden_ptr": "*bf16", "weight_ptr": "*bf16", "column_ptr": "*i32"}
-    types |= {"grad_ptr": "*bf16", "num_tokens": "i32", "num_rows": "i32"}
+    types = {"column_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32"}
+    for name, rows, columns in (
+        ("hidden", tile.block_tokens, tile.block_hidden),
+        ("weight", tile.block_rows, tile.block_hidden),
+        ("grad", tile.block_tokens, tile.block_rows),
+    ):
+        types[f"{name}_desc"] = f"tensordesc<bf16[{rows},{columns}]>"
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*fp32")
         for name in kernel.arg_names
@@ -54,7 +58,7 @@ def compiled(kernel, **own):
     even = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
-        if signature[name] not in ("constexpr", "fp32")
+        if signature[name].startswith(("*", "i"))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=even)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -75,6 +79,6 @@ def test_the_kernels_compile_to_hoppers_matrix_instructions(monkeypatch, tmp_pat
         result = compiled(kernel, **own)
         assembly = result.asm["ptx"]
         assert "wgmma.mma_async" in assembly
-        # 16-byte copies straight to shared memory, within what a Hopper block may have
-        assert "cp.async.cg.shared.global" in assembly
+        # copies of whole tiles to shared memory, within what a Hopper block may have
+        assert "cp.async.bulk.tensor.2d.shared" in assembly
         assert result.metadata.shared <= 227 << 10
