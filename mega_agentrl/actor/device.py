@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from mega_agentrl.actor.matmul import matmul_accumulate
 from mega_agentrl.config.enums import Dtype
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ def has_transformer_engine() -> bool:
 
 
 @functools.cache
-def has_fused_grad_accumulation() -> bool:
-    """Return whether Apex's kernel adds weight gradients directly into the float32 buffers."""
+def has_apex_grad_accumulation() -> bool:
+    """Return whether Apex's kernel adds weight gradients to the float32 buffers."""
     return has_cuda() and not _import_error("fused_weight_gradient_mlp_cuda")
 
 
@@ -120,6 +121,9 @@ def compile_on_gpu(function: _Function) -> _Function:
         return function
     # Each combination of ndim, strides and gradient mode is compiled once; the default limit is 8.
     torch._dynamo.config.recompile_limit = 64
+    # A number as a variable would be a tensor on the CPU, for whose kernel a C++ compiler would
+    # run for most of a minute.
+    torch._dynamo.config.specialize_float = True
     options = {"emulate_precision_casts": True}
     return cast("_Function", torch.compile(function, dynamic=True, options=options))
 
@@ -207,7 +211,7 @@ def reduce_scatter_uneven(
 
 
 def _set_megatron_defaults() -> None:
-    """Set global state that Megatron's own start-up sets, and compile its rotary embedding."""
+    """Set global state that Megatron's own start-up sets, and its replaceable kernels."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     parallel_state = importlib.import_module("megatron.core.parallel_state")
@@ -223,6 +227,21 @@ def _set_megatron_defaults() -> None:
     router.TopKRouter._apply_expert_bias = lambda *_, **__: None
     rope_utils = importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
     rope_utils._apply_rotary_pos_emb_bshd = compile_on_gpu(rope_utils._apply_rotary_pos_emb_bshd)
+    if not has_apex_grad_accumulation():
+        layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+        layers.fused_weight_gradient_mlp_cuda = _GradAccumulation
+        layers._grad_accum_fusion_available = True
+
+
+class _GradAccumulation:
+    """Stands in for Apex's module `fused_weight_gradient_mlp_cuda`, with torch's product."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(
+        input_ND: torch.Tensor, grad_NE: torch.Tensor, buffer_ED: torch.Tensor
+    ) -> None:
+        """Add the gradient of a linear layer's `[E, D]` weight to its float32 buffer."""
+        matmul_accumulate(buffer_ED, grad_NE.t(), input_ND)
 
 
 def _maybe_move_tensor_to_cpu(

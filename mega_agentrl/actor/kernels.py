@@ -41,6 +41,7 @@ def describe_kernels(model: MegatronModel) -> str:
         "norm": _compilation(rms_norm) if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
         "rope": _compilation(rope_utils._apply_rotary_pos_emb_bshd),
         "optimizer": _optimizer_kernel(model),
+        "gradients of weights": _accumulation_kernel(model),
         "experts": _expert_kernel(model, modules),
         "vocabulary head": _head_kernel(model),
     }
@@ -59,14 +60,15 @@ def _has_module(modules: list[torch.nn.Module], module_class: type) -> bool:
 
 def _attention_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:
     target_device, head_dim = device.current_device(), model.shape.head_dim
-    if not _has_module(modules, PackedAttention):
-        kernel = _TRANSFORMER_ENGINE
-    elif supports_varlen_attention(target_device, model.dtype, head_dim):
-        kernel = "torch varlen"
-    else:
-        kernel = "torch padded blocks"
     tree_kernels = {getattr(module, "tree_attention", None) for module in modules}
-    return f"{kernel} (Triton for forks)" if TreeAttention.triton in tree_kernels else kernel
+    is_triton = TreeAttention.triton in tree_kernels
+    if not _has_module(modules, PackedAttention):
+        return f"{_TRANSFORMER_ENGINE} (Triton for forks)" if is_triton else _TRANSFORMER_ENGINE
+    if is_triton:
+        return "Triton"
+    if supports_varlen_attention(target_device, model.dtype, head_dim):
+        return "torch varlen"
+    return "torch padded blocks"
 
 
 def _optimizer_kernel(model: MegatronModel) -> str:
@@ -76,6 +78,15 @@ def _optimizer_kernel(model: MegatronModel) -> str:
     adam_class = model.optimizer.adam_class
     library = adam_class.__module__.partition(".")[0]
     return f"{_LIBRARIES.get(library, library)} {adam_class.__name__}"
+
+
+def _accumulation_kernel(model: MegatronModel) -> str:
+    """Return what adds gradients to the float32 buffers, or an empty string for frozen weights."""
+    if not model.is_trainable:
+        return ""
+    if device.has_transformer_engine():
+        return _TRANSFORMER_ENGINE
+    return "Apex" if device.has_apex_grad_accumulation() else "torch addmm"
 
 
 def _expert_kernel(model: MegatronModel, modules: list[torch.nn.Module]) -> str:

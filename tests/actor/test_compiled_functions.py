@@ -76,6 +76,24 @@ def test_graphs_compute_the_same_and_fit_every_length(case):
     assert counters["stats"]["unique_graphs"] == 2, "one graph with gradients and one without"
 
 
+@pytest.mark.parametrize("case", [norm, rope], ids=["norm", "rope"])
+def test_numbers_are_constants_of_the_graph(case, monkeypatch):
+    """As inputs they would be tensors on the CPU, for which a C++ compiler would be started."""
+    inputs_of_graphs = []
+
+    def record(graph, inputs):
+        inputs_of_graphs.extend(inputs)
+        return graph.forward
+
+    plain, make_inputs = case()
+    with torch._dynamo.config.patch(specialize_float=False, recompile_limit=8):
+        monkeypatch.setattr(device, "has_cuda", lambda: True)
+        device.compile_on_gpu(lambda value: value)
+        torch.compile(plain, backend=record, dynamic=True)(*make_inputs(5, torch.float32, "cpu"))
+    tensors = [value for value in inputs_of_graphs if torch.is_tensor(value)]
+    assert tensors and all(value.ndim > 0 for value in tensors)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not device.has_cuda(), reason="no GPU")
 @pytest.mark.parametrize(

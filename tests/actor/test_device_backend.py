@@ -88,7 +88,7 @@ def test_a_cpu_trains_over_gloo_without_optional_kernels():
     assert device.distributed_backend() == "gloo"
     assert device.current_device() == torch.device("cpu")
     assert not device.has_transformer_engine()
-    assert not device.has_fused_grad_accumulation()
+    assert not device.has_apex_grad_accumulation()
 
 
 @pytest.mark.parametrize(

@@ -16,5 +16,5 @@ def test_a_cpu_computes_with_the_kernels_of_torch(name, rank_pool, train_config,
     ((line,),) = rank_pool.run(run_calls, 1, config, [("kernels",)])
     assert line == (
         "attention torch padded blocks, norm torch, rope torch, optimizer torch AdamW, "
-        f"{EXPERTS[name]}vocabulary head torch"
+        f"gradients of weights torch addmm, {EXPERTS[name]}vocabulary head torch"
     )

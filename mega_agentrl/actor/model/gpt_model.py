@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
-from mega_agentrl.actor.model.packed_attention import PackedTreeParams, check_tree_attention
+from mega_agentrl.actor.model.packed_attention import PackedTreeParams, resolve_tree_attention
 from mega_agentrl.actor.model.rotary_embedding import (
     PackedMultimodalRotaryEmbedding,
     PackedRotaryEmbedding,
@@ -158,7 +158,7 @@ def build_transformer_config(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     *,
-    tree_attention: TreeAttention = TreeAttention.gather,
+    tree_attention: TreeAttention = TreeAttention.auto,
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model on this rank.
 
@@ -201,9 +201,10 @@ def build_transformer_config(
         calculate_per_token_loss=True,
     )
     set_attention_factor(config, shape.rope)
-    check_tree_attention(tree_attention, device.current_device(), dtype, shape.head_dim)
     # Not a field of Megatron's; the core attention reads it, which gets nothing but the config.
-    config.tree_attention = tree_attention
+    config.tree_attention = resolve_tree_attention(
+        tree_attention, device.current_device(), dtype, shape.head_dim
+    )
     return config
 
 
@@ -242,7 +243,7 @@ def _kernel_options() -> dict[str, Any]:
     on_gpu = device.has_cuda()
     return {
         "use_cpu_initialization": not on_gpu,
-        "gradient_accumulation_fusion": device.has_fused_grad_accumulation(),
+        "gradient_accumulation_fusion": True,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         "masked_softmax_fusion": False,
@@ -281,7 +282,7 @@ def build_model_chunks(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     *,
-    tree_attention: TreeAttention = TreeAttention.gather,
+    tree_attention: TreeAttention = TreeAttention.auto,
     image_processor: ImageProcessor | None = None,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.

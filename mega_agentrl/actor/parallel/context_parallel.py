@@ -74,7 +74,7 @@ class _AllGatherTokens(torch.autograd.Function):
     def forward(ctx: Any, value_S: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         out_W = value_S.new_empty(group.size() * value_S.size(0), *value_S.shape[1:])
-        dist.all_gather_single(out_W, value_S.contiguous(), group=group)
+        dist.all_gather_into_tensor(out_W, value_S.contiguous(), group=group)
         return out_W
 
     @staticmethod
@@ -82,5 +82,5 @@ class _AllGatherTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_W: torch.Tensor) -> tuple[torch.Tensor, None]:
         size = ctx.group.size()
         grad_S = grad_W.new_empty(grad_W.size(0) // size, *grad_W.shape[1:])
-        dist.reduce_scatter_single(grad_S, grad_W.contiguous(), group=ctx.group)
+        dist.reduce_scatter_tensor(grad_S, grad_W.contiguous(), group=ctx.group)
         return grad_S, None
