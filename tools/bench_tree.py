@@ -1,16 +1,18 @@
 """Benchmarks the policy on rollout trees packed into one batch, one JSON line per case.
 
     python tools/bench_tree.py [--cases PATTERN ...] [--repeats N] [--cpu-time] [--layers N]
-        [--hidden N] [--heads N] [--kv-heads N] [--intermediate N] [--vocab N]
+        [--hidden N] [--heads N] [--kv-heads N] [--head-dim N] [--intermediate N] [--vocab N]
 
 A case is ``update`` (s; packing, forward and backward pass, optimizer step), ``logp`` (s; packing
 and forward pass, all response tokens) or ``memory`` (MiB, the peak of an update) / a batch of trees
-/ what ours is compared with. All three sides run on one rank of `actor.policy.PolicyRank`:
+/ what ours is compared with. All sides run on one rank of `actor.policy.PolicyRank`:
 
     ours     trees, each token computed once (`batch.trees=true`)
     flat     every trajectory as a row of its own (`batch.trees=false`)
     dense    the same trees, but one S x S boolean mask over the packed tokens in torch's
              scaled-dot-product attention, which is how AReaL trains on trees with Megatron
+    gather   on a GPU: the same trees with keys gathered along each path, in torch's
+             variable-length attention (`model.tree_attention=gather`)
 
 Batches:
 
@@ -33,11 +35,12 @@ ratio = baseline / ours. Lines of times also have
 The model is a random Qwen3 in float32, on a GPU in bfloat16. By default it has two narrow layers,
 so that a run takes about 5 minutes on two cores, with the proportions of Qwen3-4B: the output layer
 has a tenth of the layers' weights, hence the small vocabulary, and 11,000 attention scores cost as
-much as the rest of the model for a token (Qwen3-4B: 13,600). Sides alternate in one process, which
-takes the median of `--repeats`, at a learning rate of 0; losses, gradient norms and log-probs must
-agree. With `--cpu-time` a time is the CPU seconds of one thread, for a machine with other work.
-Memory is measured in a process for each side, beyond what was resident after a small update; on a
-GPU it is the allocator's peak.
+much as the rest of the model for a token (Qwen3-4B: 13,600). A GPU takes larger layers: `--layers 8
+--hidden 2560 --heads 32 --kv-heads 8 --head-dim 128 --intermediate 9728 --vocab 30720`. Sides
+alternate in one process, which takes the median of `--repeats`, at a learning rate of 0; losses,
+gradient norms and log-probs must agree. With `--cpu-time` a time is the CPU seconds of one thread,
+for a machine with other work. Memory is measured in a process for each side, beyond what was
+resident after a small update; on a GPU it is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ from mega_agentrl.batch.row_sharding import (  # noqa: E402
     UpdateShard,
 )
 from mega_agentrl.batch.tree_order import order_rows, row_lengths  # noqa: E402
-from mega_agentrl.config.enums import Dtype  # noqa: E402
+from mega_agentrl.config.enums import Dtype, TreeAttention  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.estimate.device import MIB  # noqa: E402
@@ -92,7 +95,7 @@ from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
 
-SIDES = ("flat", "ours", "dense")
+SIDES = ("flat", "ours", "dense", *(("gather",) if torch.cuda.is_available() else ()))
 KINDS = ("update", "logp", "memory")
 DEADLINE_S = 3600.0
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
@@ -182,7 +185,11 @@ BATCHES: dict[str, Callable[[], list[TreeShape]]] = {
     "chain20": chain_trees,
 }
 CASES = tuple(
-    f"{kind}/{name}/{versus}" for name in BATCHES for kind in KINDS for versus in ("flat", "dense")
+    f"{kind}/{name}/{versus}"
+    for name in BATCHES
+    for kind in KINDS
+    for versus in SIDES
+    if versus != "ours"
 )
 
 
@@ -341,13 +348,30 @@ class Bench:
     ) -> tuple[torch.Tensor, ...]:
         """Run an update or a log-prob pass; return what must be equal for all sides."""
         scored, update = shards
-        with dense_masks() if side == "dense" else nullcontext():
+        contexts = {"dense": dense_masks, "gather": self.gathered_keys}
+        with contexts.get(side, nullcontext)():
             if kind == "logp":
                 scores = self.policy.compute_log_probs(scored)
                 assert scores is not None, "there is one rank"
                 return unpack_scores([scores], *self._padded_size())
             stats = self.policy.update(update, scored, lr=0.0)
             return torch.tensor(stats.loss), torch.tensor(stats.grad_norm)
+
+    @contextmanager
+    def gathered_keys(self) -> Iterator[None]:
+        """Let the model's core attention gather keys along each path."""
+        modules = [
+            module
+            for chunk in self.policy.megatron_model.chunks
+            for module in chunk.modules()
+            if isinstance(module, PackedAttention)
+        ]
+        kernels = [module.tree_attention for module in modules]
+        for module in modules:
+            module.tree_attention = TreeAttention.gather
+        yield
+        for module, kernel in zip(modules, kernels, strict=True):
+            module.tree_attention = kernel
 
     def warm_up(self) -> None:
         """Run all sides, so that threads, kernels and Adam's moments exist."""
@@ -397,7 +421,7 @@ class Bench:
             lengths, shared = rows.input_length_R.tolist(), rows.shared_input_length_R.tolist()
             flops = train_flops(self.shape, lengths, num_scored, shared)
             work[side] = (sum(lengths) - sum(shared), flops)
-        return work | {"dense": work["ours"]}
+        return work | {"dense": work["ours"], "gather": work["ours"]}
 
     def _padded_size(self) -> tuple[torch.Tensor, int]:
         return self.batch.length_B, self.batch.response_BT.size(1)
@@ -442,14 +466,16 @@ def write_model(args: argparse.Namespace, folder: str) -> None:
         hidden_size=args.hidden,
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
-        head_dim=64,
+        head_dim=args.head_dim,
         intermediate_size=args.intermediate,
         vocab_size=args.vocab,
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -519,8 +545,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     sizes = {
-        "repeats": 3, "layers": 2, "hidden": 512, "heads": 2, "kv-heads": 1, "intermediate": 1536,
-        "vocab": 1024,
+        "repeats": 3, "layers": 2, "hidden": 512, "heads": 2, "kv-heads": 1, "head-dim": 64,
+        "intermediate": 1536, "vocab": 1024,
     }  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")

@@ -220,13 +220,15 @@ class Recompute(StrEnum):
 
 
 class TreeAttention(StrEnum):
-    """Kernel of the attention over packed trees that have forks."""
+    """Kernel of the attention over packed trees."""
 
+    auto = "auto"
+    """`triton` where it can be used, otherwise `gather`."""
     gather = "gather"
     """Torch's attention over keys that are gathered along each path."""
     triton = "triton"
-    """A Triton kernel that gathers no keys, for GPUs, 16-bit weights and heads of 64 or 128. It
-    has not been timed on a GPU yet."""
+    """Triton kernels that gather no keys, for GPUs of compute capability 8.0 or higher, 16-bit
+    weights and heads of 64 or 128."""
 
 
 class LrSchedule(StrEnum):

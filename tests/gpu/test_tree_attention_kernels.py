@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega_agentrl.actor.model.attention_plan import Branch
-from mega_agentrl.actor.model.packed_attention import _padded_attention, check_tree_attention
+from mega_agentrl.actor.model.packed_attention import _padded_attention, resolve_tree_attention
 from mega_agentrl.config.enums import TreeAttention
 from tests.tree_batches import tree_params
 
@@ -30,7 +30,8 @@ def test_the_kernels_equal_the_gather_form(check):
 def test_a_group_of_answers_to_one_prompt(head_dim):
     from mega_agentrl.actor.model.tree_attention import tree_attention
 
-    check_tree_attention(TreeAttention.triton, torch.device("cuda"), torch.bfloat16, head_dim)
+    place = torch.device("cuda"), torch.bfloat16, head_dim
+    assert resolve_tree_attention(TreeAttention.auto, *place) is TreeAttention.triton
     num_tokens = PROMPT + NUM_ANSWERS * ANSWER
     branches = [Branch(start=0, stop=PROMPT, path=())]
     branches += [

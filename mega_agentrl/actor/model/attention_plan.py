@@ -47,10 +47,8 @@ if TYPE_CHECKING:
 _BLOCK_COST_SCORES = 32_768
 # A block has at most one score of padding for this many real scores.
 _SCORES_PER_PADDING = 8
-PROGRAM_TOKENS = 128
-"""Queries or keys that one program of the kernels of `tree_attention` owns."""
-STEP_TOKENS = 64
-"""Keys or queries of the other side that a program processes at once."""
+BLOCK_TOKENS = 64
+"""Queries and keys of a block of the kernels of `tree_attention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +136,7 @@ class VarlenAttentionPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLists:
-    """For each block of `PROGRAM_TOKENS`, the blocks of `STEP_TOKENS` of the other side to compute.
+    """For each block of queries or keys, the blocks of the other side to compute.
 
     Block n has the blocks `block_L[bounds[2 * n] : bounds[2 * n + 1]]`, in which some scores are
     masked, and `block_L[bounds[2 * n + 1] : bounds[2 * n + 2]]`, in which no score is.
@@ -263,17 +261,16 @@ def make_block_sparse_plan(
     """Build the block-sparse plan of a context-parallel rank."""
     token_S, end_W = rank_token_indices(start_G, rank, size), subtree_ends(branches)
     num_queries, num_keys = len(token_S), len(end_W)
-    token_S = functional.pad(token_S, (0, -num_queries % PROGRAM_TOKENS), value=-1)
-    end_W = functional.pad(end_W, (0, -num_keys % PROGRAM_TOKENS), value=0)
-    keys_of_queries = _visible_blocks(token_S, end_W, PROGRAM_TOKENS, STEP_TOKENS)
-    queries_of_keys = _visible_blocks(token_S, end_W, STEP_TOKENS, PROGRAM_TOKENS)
+    token_S = functional.pad(token_S, (0, -num_queries % BLOCK_TOKENS), value=-1)
+    end_W = functional.pad(end_W, (0, -num_keys % BLOCK_TOKENS), value=0)
+    may_be_visible, is_full = _visible_blocks(token_S, end_W)
     return BlockSparseAttentionPlan(
         num_queries=num_queries,
         num_keys=num_keys,
         token_S=token_S.to(device, torch.int32),
         end_W=end_W.to(device, torch.int32),
-        keys_of_queries=_list_blocks(*keys_of_queries, device),
-        queries_of_keys=_list_blocks(*(blocks.T for blocks in queries_of_keys), device),
+        keys_of_queries=_list_blocks(may_be_visible, is_full, device),
+        queries_of_keys=_list_blocks(may_be_visible.T, is_full.T, device),
         key_index_W=gathered_token_indices(start_G, size).to(device) if size > 1 else None,
     )
 
@@ -291,17 +288,17 @@ def subtree_ends(branches: Sequence[Branch]) -> torch.Tensor:
 
 
 def _visible_blocks(
-    token_S: torch.Tensor, end_W: torch.Tensor, query_block: int, key_block: int
+    token_S: torch.Tensor, end_W: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `[query blocks, key blocks]` bool: if a score may be visible, and if all are."""
-    query_NQ, end_NK = token_S.view(-1, query_block), end_W.view(-1, key_block)
-    first_key = torch.arange(0, len(end_W), key_block)
+    query_NQ, end_NK = token_S.view(-1, BLOCK_TOKENS), end_W.view(-1, BLOCK_TOKENS)
+    first_key = torch.arange(0, len(end_W), BLOCK_TOKENS)
     # Padding has the lowest index, -1: a padded block is never visible as a whole.
     first_query = query_NQ[:, :1]
     lowest_query, highest_query = query_NQ.aminmax(dim=1, keepdim=True)
     lowest_end, highest_end = end_NK.aminmax(dim=1)
     may_be_visible = (first_key <= highest_query) & (first_query < highest_end)
-    is_full = (first_key + key_block <= lowest_query + 1) & (highest_query < lowest_end)
+    is_full = (first_key + BLOCK_TOKENS <= lowest_query + 1) & (highest_query < lowest_end)
     return may_be_visible, is_full
 
 

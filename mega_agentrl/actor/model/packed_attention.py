@@ -4,12 +4,10 @@ The packed tokens pass through the layers as one sequence of batch size 1 (`sbhd
 linear layers and rotary embedding process each token once and no padding. Only the core attention
 knows the trees (`attention_plan`):
 
-    GPU, 16-bit  torch's variable-length flash attention, without padding; before torch 2.12 with
+    GPU, 16-bit  `tree_attention`, which gathers no keys along paths, for heads of 64 or 128; else
+                 torch's variable-length flash attention, without padding, before torch 2.12 with
                  key and value heads repeated
     otherwise    torch's scaled-dot-product attention over blocks of branches of similar length
-
-With `model.tree_attention=triton`, micro-batches whose trees have forks are computed by
-`tree_attention` instead, which gathers no keys along paths.
 
 With context parallelism the keys and values of all context ranks are gathered first. Keys and
 values that are gathered along the paths of a tree are as many as in flat rows, so they are not kept
@@ -219,7 +217,7 @@ def packed_attention(
         trees: The trees of the micro-batch.
         scale: Factor of the scores, 1 / sqrt(D) by default.
         context_group: The context-parallel group; required if `trees.context_size` is above 1.
-        tree_attention: Kernel for trees with forks.
+        tree_attention: The kernel; not auto.
 
     Returns:
         `[S, 1, H * D]`.
@@ -229,7 +227,7 @@ def packed_attention(
         assert context_group is not None, "trees are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
         key_WHD, value_WHD = key_value.chunk(2, dim=1)
-    if tree_attention is TreeAttention.triton and trees.has_forks:
+    if tree_attention is TreeAttention.triton:
         compute = _triton_attention
     elif supports_varlen_attention(query.device, query.dtype, query.size(-1)):
         compute = _varlen_attention
@@ -250,15 +248,18 @@ def supports_varlen_attention(device: torch.device, dtype: torch.dtype, head_dim
     )
 
 
-def check_tree_attention(
+def resolve_tree_attention(
     choice: TreeAttention, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> None:
-    """Raise a `ConfigError` unless a model can be computed on this device with the chosen kernel.
+) -> TreeAttention:
+    """Return the kernel that a choice stands for on this device: gather or triton.
 
     For the policy, `config.checks.parallel.check_tree_attention` has checked what needs no GPU.
+
+    Raises:
+        ConfigError: If the choice is triton and the model cannot be computed with it.
     """
     if choice is TreeAttention.gather:
-        return
+        return choice
     expected = cause = ""
     if head_dim not in TRITON_HEAD_DIMS:
         sizes = " or ".join(map(str, TRITON_HEAD_DIMS))
@@ -273,8 +274,11 @@ def check_tree_attention(
     elif find_spec("triton") is None:
         expected = "gather without the package triton"
         cause = "an environment that was made for CPUs (`make env DEVICE=gpu`)"
-    if expected:
-        raise ConfigError("model.tree_attention", str(choice), expected, cause)
+    if not expected:
+        return TreeAttention.triton
+    if choice is TreeAttention.auto:
+        return TreeAttention.gather
+    raise ConfigError("model.tree_attention", str(choice), expected, cause)
 
 
 def _triton_attention(

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from mega_agentrl.actor.model.attention_plan import PROGRAM_TOKENS, STEP_TOKENS
+from mega_agentrl.actor.model.attention_plan import BLOCK_TOKENS
 from mega_agentrl.actor.model.tree_attention_kernels import (
     forward_kernel,
     key_value_gradient_kernel,
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
     from mega_agentrl.actor.model.packed_attention import PackedTreeParams
 
 
-NUM_WARPS = 8
+NUM_WARPS = 4
 # Pipelining: a block is computed while the next one is loaded and the number of a third is read.
 HOPPER_STAGES = 3
-# For GPUs with less shared memory than Hopper and A100.
-SMALL_SMEM_STAGES = 2
+# For the gradients of keys and values, and for GPUs with less shared memory than Hopper and A100.
+SHORT_STAGES = 2
+LOG2_E = math.log2(math.e)
 
 
 def tree_attention(
@@ -88,18 +90,21 @@ class _TreeAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         inputs = [
-            tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+            tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
             for tensor in (query_SHD, key_WHD, value_WHD)
         ]
         num_queries, num_heads, width = query_SHD.shape
         out_SHD = query_SHD.new_empty(num_queries, num_heads, width)
         lse_HS = query_SHD.new_empty(num_heads, num_queries, dtype=torch.float32)
         with torch.cuda.device_of(query_SHD):
-            forward_kernel[(triton.cdiv(num_queries, PROGRAM_TOKENS), num_heads)](
-                *inputs,
+            forward_kernel[(triton.cdiv(num_queries, BLOCK_TOKENS), num_heads)](
+                *map(_describe, inputs),
                 out_SHD,
                 lse_HS,
-                *_shared_arguments(plan, plan.keys_of_queries, inputs, scale),
+                *_block_arguments(plan, plan.keys_of_queries),
+                plan.num_queries,
+                scale * LOG2_E,
+                num_stages=_num_stages(query_SHD),
                 **_constants(inputs),
             )
         ctx.save_for_backward(*inputs, out_SHD, lse_HS)
@@ -118,23 +123,31 @@ class _TreeAttention(torch.autograd.Function):
         constants = _constants(inputs)
         with torch.cuda.device_of(out_SHD):
             # Writes `delta_HS`, which the other kernel reads.
-            query_gradient_kernel[(triton.cdiv(len(out_SHD), PROGRAM_TOKENS), out_SHD.size(1))](
-                *inputs,
-                out_SHD,
-                grad_out_SHD,
+            query_gradient_kernel[(triton.cdiv(len(out_SHD), BLOCK_TOKENS), out_SHD.size(1))](
+                *map(_describe, (*inputs, out_SHD, grad_out_SHD)),
                 lse_HS,
                 delta_HS,
                 grad_inputs[0],
-                *_shared_arguments(plan, plan.keys_of_queries, inputs, scale),
+                *_block_arguments(plan, plan.keys_of_queries),
+                plan.num_queries,
+                scale,
+                scale * LOG2_E,
+                num_stages=_num_stages(out_SHD),
                 **constants,
             )
-            key_value_gradient_kernel[(triton.cdiv(num_keys, PROGRAM_TOKENS), num_kv_heads)](
+            key_value_gradient_kernel[(triton.cdiv(num_keys, BLOCK_TOKENS), num_kv_heads)](
                 *inputs,
                 grad_out_SHD,
                 lse_HS,
                 delta_HS,
                 *grad_inputs[1:],
-                *_shared_arguments(plan, plan.queries_of_keys, inputs, scale),
+                *_block_arguments(plan, plan.queries_of_keys),
+                plan.num_queries,
+                plan.num_keys,
+                *(stride for tensor in inputs for stride in tensor.stride()[:2]),
+                scale,
+                scale * LOG2_E,
+                num_stages=SHORT_STAGES,
                 **constants,
             )
         return *grad_inputs, None, None
@@ -161,32 +174,43 @@ def _check_shapes(
         )
 
 
-def _shared_arguments(
-    plan: BlockSparseAttentionPlan, lists: BlockLists, inputs: list[torch.Tensor], scale: float
-) -> tuple[Any, ...]:
-    """Return the arguments that all kernels share; they follow the tensors of each kernel."""
-    strides = [stride for tensor in inputs for stride in tensor.stride()[:2]]
-    return (
-        *(plan.token_S, plan.end_W, lists.bounds, lists.block_L),
-        *(plan.num_queries, plan.num_keys, *strides),
-        *(scale, scale * math.log2(math.e)),
-    )
+def _is_aligned(value: torch.Tensor) -> bool:
+    """Return whether each head of `[S, H, D]` values is contiguous and aligned to 16 bytes.
+
+    Descriptors need that.
+    """
+    places = (value.data_ptr(), *(n * value.element_size() for n in value.stride()[:2]))
+    return value.stride(2) == 1 and not any(place % 16 for place in places)
+
+
+def _describe(value: torch.Tensor) -> TensorDescriptor:
+    """Return a descriptor of `[S, H, D]` values for the tiles of a head."""
+    return TensorDescriptor.from_tensor(value, [BLOCK_TOKENS, 1, value.size(2)])
+
+
+def _block_arguments(
+    plan: BlockSparseAttentionPlan, lists: BlockLists
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return plan.token_S, plan.end_W, lists.bounds, lists.block_L
 
 
 def _constants(inputs: list[torch.Tensor]) -> dict[str, Any]:
     query_SHD, key_WHD, _ = inputs
-    has_large_smem = True
-    if query_SHD.is_cuda:
-        properties = torch.cuda.get_device_properties(query_SHD.device)
-        has_large_smem = properties.shared_memory_per_block_optin >= 160 << 10
     return {
         "HEADS": query_SHD.size(1),
         "KV_HEADS": key_WHD.size(1),
         "WIDTH": query_SHD.size(2),
-        "BLOCK": PROGRAM_TOKENS,
-        "STEP": STEP_TOKENS,
+        "BLOCK": BLOCK_TOKENS,
         # The interpreter's product misreads bfloat16 as integers; float32 gives the same result.
         "WIDEN": not query_SHD.is_cuda,
         "num_warps": NUM_WARPS,
-        "num_stages": HOPPER_STAGES if has_large_smem else SMALL_SMEM_STAGES,
     }
+
+
+def _num_stages(query_SHD: torch.Tensor) -> int:
+    """Return the stages of the kernels that own queries."""
+    if not query_SHD.is_cuda:
+        return HOPPER_STAGES
+    properties = torch.cuda.get_device_properties(query_SHD.device)
+    has_large_smem = properties.shared_memory_per_block_optin >= 160 << 10
+    return HOPPER_STAGES if has_large_smem else SHORT_STAGES

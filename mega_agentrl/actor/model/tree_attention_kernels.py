@@ -1,10 +1,11 @@
 """The Triton kernels of `tree_attention`: forward, gradient of queries, of keys and values.
 
 A program owns a block of BLOCK tokens of one head, queries or keys. It loops over the blocks of
-STEP tokens of the other side that are listed for it: first those that are masked in part,
-then those that are visible as a whole (`attention_plan.BlockLists`). Tiles at the end of the tokens
-repeat the last row instead of masking every load; the arrays of packed indices and ends are padded
-so that no token attends to a repetition or is attended to by one.
+the other side that are listed for it: first those that are masked in part, then those that are
+visible as a whole (`attention_plan.BlockLists`). The arrays of packed indices and ends are padded
+to whole blocks, so that nothing attends to what a tile has beyond the last token or is attended to
+by it: 0 in the kernels that read through tensor descriptors, which Hopper's copy engine (TMA)
+serves, and the last row again in the one that reads through pointers, which is faster there.
 
 Queries have `[S, H, D]` with any strides of the first two dims, keys and values `[W, Hkv, D]`
 likewise; outputs and gradients are contiguous; numbers per query are `[H, S]` float32. Matrix
@@ -61,6 +62,18 @@ def _load_tile(
 
 
 @triton.jit
+def _read_tile(
+    desc: tl.tensor_descriptor,
+    start: tl.tensor,
+    head: tl.tensor,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> tl.tensor:
+    """Read `[ROWS, WIDTH]` of one head from row `start` on, with 0 beyond the last row."""
+    return desc.load([start, head, 0]).reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def _store_tile(
     head_ptr: tl.tensor,
     start: tl.tensor,
@@ -82,9 +95,9 @@ def _store_tile(
 
 @triton.jit
 def forward_kernel(
-    query_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
+    query_desc: tl.tensor_descriptor,
+    key_desc: tl.tensor_descriptor,
+    value_desc: tl.tensor_descriptor,
     out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
     token_ptr: tl.tensor,
@@ -92,31 +105,20 @@ def forward_kernel(
     bounds_ptr: tl.tensor,
     block_ptr: tl.tensor,
     num_queries: tl.tensor,
-    num_keys: tl.tensor,
-    query_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    key_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    value_stride: tl.tensor,
-    value_head_stride: tl.tensor,
-    scale: tl.tensor,
     exponent_factor: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Write output and base-2 log-sum-exp of one block of queries of one head."""
     program, head = tl.program_id(0), tl.program_id(1)
-    query_ptr += head * query_head_stride
-    key_ptr += head // (HEADS // KV_HEADS) * key_head_stride
-    value_ptr += head // (HEADS // KV_HEADS) * value_head_stride
+    kv_head = head // (HEADS // KV_HEADS)
     start = program * BLOCK
     query_Q = start + tl.arange(0, BLOCK)
     token_Q = tl.load(token_ptr + query_Q)
-    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, BLOCK, WIDTH)
+    query_QD = _read_tile(query_desc, start, head, BLOCK, WIDTH)
     # Finite, because in a block without visible keys -inf - -inf would be NaN.
     max_Q = tl.full((BLOCK,), -1e38, dtype=tl.float32)
     sum_Q = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -124,11 +126,11 @@ def forward_kernel(
     for is_full in tl.static_range(2):
         bound_ptr = bounds_ptr + 2 * program + is_full
         for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
-            first_key = tl.load(block_ptr + entry) * STEP
-            key_KD = _load_tile(key_ptr, first_key, num_keys, key_stride, STEP, WIDTH)
+            first_key = tl.load(block_ptr + entry) * BLOCK
+            key_KD = _read_tile(key_desc, first_key, kv_head, BLOCK, WIDTH)
             x_QK = _product(query_QD, tl.trans(key_KD), None, WIDEN) * exponent_factor
             if is_full == 0:
-                key_K = first_key + tl.arange(0, STEP)
+                key_K = first_key + tl.arange(0, BLOCK)
                 end_K = tl.load(end_ptr + key_K)
                 is_visible_QK = _is_visible(token_Q[:, None], key_K[None, :], end_K[None, :])
                 x_QK = tl.where(is_visible_QK, x_QK, float("-inf"))
@@ -137,7 +139,7 @@ def forward_kernel(
             decay_Q = tl.exp2(max_Q - new_max_Q)
             sum_Q = sum_Q * decay_Q + tl.sum(weight_QK, axis=1)
             out_QD = out_QD * decay_Q[:, None]
-            value_KD = _load_tile(value_ptr, first_key, num_keys, value_stride, STEP, WIDTH)
+            value_KD = _read_tile(value_desc, first_key, kv_head, BLOCK, WIDTH)
             out_QD = _product(weight_QK.to(value_KD.dtype), value_KD, out_QD, WIDEN)
             max_Q = new_max_Q
     # Only the padding after the last query attends to nothing.
@@ -150,11 +152,11 @@ def forward_kernel(
 
 @triton.jit
 def query_gradient_kernel(
-    query_ptr: tl.tensor,
-    key_ptr: tl.tensor,
-    value_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    grad_out_ptr: tl.tensor,
+    query_desc: tl.tensor_descriptor,
+    key_desc: tl.tensor_descriptor,
+    value_desc: tl.tensor_descriptor,
+    out_desc: tl.tensor_descriptor,
+    grad_out_desc: tl.tensor_descriptor,
     lse_ptr: tl.tensor,
     delta_ptr: tl.tensor,
     grad_query_ptr: tl.tensor,
@@ -163,20 +165,12 @@ def query_gradient_kernel(
     bounds_ptr: tl.tensor,
     block_ptr: tl.tensor,
     num_queries: tl.tensor,
-    num_keys: tl.tensor,
-    query_stride: tl.tensor,
-    query_head_stride: tl.tensor,
-    key_stride: tl.tensor,
-    key_head_stride: tl.tensor,
-    value_stride: tl.tensor,
-    value_head_stride: tl.tensor,
     scale: tl.tensor,
     exponent_factor: tl.tensor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Write the gradient of one block of queries of one head, and delta of these queries.
@@ -184,14 +178,11 @@ def query_gradient_kernel(
     Delta is the sum of output times gradient over the head; the other gradients need it, too.
     """
     program, head = tl.program_id(0), tl.program_id(1)
-    query_ptr += head * query_head_stride
-    key_ptr += head // (HEADS // KV_HEADS) * key_head_stride
-    value_ptr += head // (HEADS // KV_HEADS) * value_head_stride
+    kv_head = head // (HEADS // KV_HEADS)
     start = program * BLOCK
-    stride: tl.constexpr = HEADS * WIDTH
-    query_QD = _load_tile(query_ptr, start, num_queries, query_stride, BLOCK, WIDTH)
-    grad_out_QD = _load_tile(grad_out_ptr + head * WIDTH, start, num_queries, stride, BLOCK, WIDTH)
-    out_QD = _load_tile(out_ptr + head * WIDTH, start, num_queries, stride, BLOCK, WIDTH)
+    query_QD = _read_tile(query_desc, start, head, BLOCK, WIDTH)
+    grad_out_QD = _read_tile(grad_out_desc, start, head, BLOCK, WIDTH)
+    out_QD = _read_tile(out_desc, start, head, BLOCK, WIDTH)
     delta_Q = tl.sum(out_QD.to(tl.float32) * grad_out_QD.to(tl.float32), axis=1)
     query_Q = start + tl.arange(0, BLOCK)
     head_offset = head.to(tl.int64) * num_queries
@@ -202,13 +193,13 @@ def query_gradient_kernel(
     for is_full in tl.static_range(2):
         bound_ptr = bounds_ptr + 2 * program + is_full
         for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
-            first_key = tl.load(block_ptr + entry) * STEP
-            key_KD = _load_tile(key_ptr, first_key, num_keys, key_stride, STEP, WIDTH)
-            value_KD = _load_tile(value_ptr, first_key, num_keys, value_stride, STEP, WIDTH)
+            first_key = tl.load(block_ptr + entry) * BLOCK
+            key_KD = _read_tile(key_desc, first_key, kv_head, BLOCK, WIDTH)
+            value_KD = _read_tile(value_desc, first_key, kv_head, BLOCK, WIDTH)
             x_QK = _product(query_QD, tl.trans(key_KD), None, WIDEN) * exponent_factor
             prob_QK = tl.exp2(x_QK - lse_Q[:, None])
             if is_full == 0:
-                key_K = first_key + tl.arange(0, STEP)
+                key_K = first_key + tl.arange(0, BLOCK)
                 end_K = tl.load(end_ptr + key_K)
                 is_visible_QK = _is_visible(token_Q[:, None], key_K[None, :], end_K[None, :])
                 prob_QK = tl.where(is_visible_QK, prob_QK, 0.0)
@@ -216,9 +207,8 @@ def query_gradient_kernel(
             grad_score_QK = prob_QK * (grad_prob_QK - delta_Q[:, None])
             grad_query_QD = _product(grad_score_QK.to(key_KD.dtype), key_KD, grad_query_QD, WIDEN)
     grad_query_QD *= scale
-    _store_tile(
-        grad_query_ptr + head * WIDTH, start, num_queries, stride, grad_query_QD, BLOCK, WIDTH
-    )
+    grad_query_ptr += head * WIDTH
+    _store_tile(grad_query_ptr, start, num_queries, HEADS * WIDTH, grad_query_QD, BLOCK, WIDTH)
 
 
 @triton.jit
@@ -249,7 +239,6 @@ def key_value_gradient_kernel(
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
     WIDEN: tl.constexpr,
 ) -> None:
     """Write the gradients of one block of keys and values, summed over their query heads."""
@@ -272,20 +261,20 @@ def key_value_gradient_kernel(
         for is_full in tl.static_range(2):
             bound_ptr = bounds_ptr + 2 * program + is_full
             for entry in range(tl.load(bound_ptr), tl.load(bound_ptr + 1)):
-                first_query = tl.load(block_ptr + entry) * STEP
-                clamped_Q = first_query + _clamped_rows(first_query, num_queries, STEP)
+                first_query = tl.load(block_ptr + entry) * BLOCK
+                clamped_Q = first_query + _clamped_rows(first_query, num_queries, BLOCK)
                 query_QD = _load_tile(
-                    head_query_ptr, first_query, num_queries, query_stride, STEP, WIDTH
+                    head_query_ptr, first_query, num_queries, query_stride, BLOCK, WIDTH
                 )
                 x_KQ = _product(key_KD, tl.trans(query_QD), None, WIDEN) * exponent_factor
                 lse_Q = tl.load(lse_ptr + head_offset + clamped_Q)
                 prob_KQ = tl.exp2(x_KQ - lse_Q[None, :])
                 if is_full == 0:
-                    token_Q = tl.load(token_ptr + first_query + tl.arange(0, STEP))
+                    token_Q = tl.load(token_ptr + first_query + tl.arange(0, BLOCK))
                     is_visible_KQ = _is_visible(token_Q[None, :], key_K[:, None], end_K[:, None])
                     prob_KQ = tl.where(is_visible_KQ, prob_KQ, 0.0)
                 grad_out_QD = _load_tile(
-                    head_grad_out_ptr, first_query, num_queries, stride, STEP, WIDTH
+                    head_grad_out_ptr, first_query, num_queries, stride, BLOCK, WIDTH
                 )
                 grad_value_KD = _product(
                     prob_KQ.to(grad_out_QD.dtype), grad_out_QD, grad_value_KD, WIDEN

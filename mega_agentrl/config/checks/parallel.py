@@ -140,7 +140,7 @@ def check_tree_attention(config: TrainConfig, model: dict[str, Any]) -> None:
 
     Whether the GPUs are new enough is checked on them, when the policy starts.
     """
-    if config.model.tree_attention is TreeAttention.gather:
+    if config.model.tree_attention is not TreeAttention.triton:
         return
     head_dim = _head_dim(config, model)
     expected = ""

@@ -22,9 +22,9 @@ class ModelConfig(Section, key="model"):
     dtype: Dtype = Dtype.auto
     """Dtype of the weights in the forward pass, of the policy and of the engines. bfloat16 weights
     have float32 master copies in the optimizer; gradients and logits are always float32."""
-    tree_attention: TreeAttention = TreeAttention.gather
-    """Kernel of the attention in micro-batches whose trees have forks (`batch.trees`); also of the
-    critic and a reward model."""
+    tree_attention: TreeAttention = TreeAttention.auto
+    """Kernel of the attention, also of the critic and a reward model. With Transformer Engine it
+    is used in micro-batches whose trees have forks (`batch.trees`)."""
     freeze_vision: bool = False
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by

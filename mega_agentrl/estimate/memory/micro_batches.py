@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ class MicroBatchBounds:
     num_rows: int
     """Rows of a data rank in an optimizer step, which may all be in one micro-batch."""
     num_keys: int
-    """Keys that a layer's attention gathers on one rank along the paths of trees; 0 if no tree has
-    a fork, or if the kernel gathers no keys (`model.tree_attention`)."""
+    """Keys along the paths of trees on one rank, which a layer's attention gathers unless its
+    kernel needs no gathered keys (`model.tree_attention`); 0 if no tree has a fork."""
 
 
 def max_row_tokens(config: TrainConfig) -> int:
@@ -77,8 +76,7 @@ def bound_micro_batches(config: TrainConfig, tokens: int | None = None) -> Micro
 def _max_path_keys(config: TrainConfig, tokens: int, num_rows: int, num_trees: int) -> int:
     """Return `MicroBatchBounds.num_keys` for these tokens, rows and trees of a micro-batch."""
     tree_rows, context = _rows_per_tree(config), config.parallel.context
-    gathers_keys = config.batch.trees and config.model.tree_attention is TreeAttention.gather
-    if not gathers_keys or tree_rows == 1:
+    if not config.batch.trees or tree_rows == 1:
         return 0
     # A context rank has two chunks of a tree, and may have a branch in both.
     num_cuts = 1 if context > 1 else 0

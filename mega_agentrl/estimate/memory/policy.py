@@ -21,6 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.checks.parallel import TRITON_HEAD_DIMS
+from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, MIB
 from mega_agentrl.estimate.memory.activations import (
     KernelConfig,
@@ -136,10 +138,21 @@ def estimate_policy_memory(
         ValueError: The parallel sizes do not divide the model.
     """
     bounds = bound_micro_batches(config, micro_batch_tokens)
+    if not _gathers_keys(config, shape, device):
+        bounds = replace(bounds, num_keys=0)
     return [
         _estimate_stage_memory(config, shape, device, stage, bounds, imbalance)
         for stage in range(config.parallel.pipeline)
     ]
+
+
+def _gathers_keys(config: TrainConfig, shape: ModelShape, device: DeviceSpec) -> bool:
+    """Return whether the attention gathers keys along the paths of trees with forks."""
+    choice = config.model.tree_attention
+    if choice is not TreeAttention.auto:
+        return choice is TreeAttention.gather
+    is_narrow = device.item_bytes(config.model.dtype) == 2
+    return not (device.is_gpu and is_narrow and shape.head_dim in TRITON_HEAD_DIMS)
 
 
 def _estimate_stage_memory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,12 @@ from hypothesis import strategies as st
 
 from mega_agentrl.actor.model import packed_attention as attention
 from mega_agentrl.actor.model.attention_plan import (
-    PROGRAM_TOKENS,
-    STEP_TOKENS,
+    BLOCK_TOKENS,
     Branch,
     make_block_sparse_plan,
     subtree_ends,
 )
-from mega_agentrl.actor.model.packed_attention import check_tree_attention, packed_attention
+from mega_agentrl.actor.model.packed_attention import packed_attention, resolve_tree_attention
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
 from mega_agentrl.config.enums import TreeAttention
 from tests.config.refusals import refused_setting
@@ -71,11 +71,11 @@ def test_lists_hold_the_blocks_with_visible_scores(seed, size, data):
         (plan.keys_of_queries, visible_SW),
         (plan.queries_of_keys, visible_SW.T),
     ):
-        rows = mask.split(PROGRAM_TOKENS)
+        rows = mask.split(BLOCK_TOKENS)
         assert len(lists.bounds) == 2 * len(rows) + 1
         for number, row in enumerate(rows):
-            tiles = row.split(STEP_TOKENS, dim=1)
-            whole = [len(row) == PROGRAM_TOKENS and tile.size(1) == STEP_TOKENS for tile in tiles]
+            tiles = row.split(BLOCK_TOKENS, dim=1)
+            whole = [tile.shape == (BLOCK_TOKENS, BLOCK_TOKENS) for tile in tiles]
             full = {n for n, tile in enumerate(tiles) if whole[n] and bool(tile.all())}
             live = {n for n, tile in enumerate(tiles) if bool(tile.any())}
             first, middle, last = lists.bounds[2 * number : 2 * number + 3].tolist()
@@ -96,21 +96,22 @@ def test_kernels_in_the_interpreter(dtype):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def compiled(kernel, width):
+def compiled(kernel, width, num_stages):
     """Compile a kernel for compute capability 9.0 with realistic sizes."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from mega_agentrl.actor.model.tree_attention import HOPPER_STAGES, NUM_WARPS
+    from mega_agentrl.actor.model.tree_attention import NUM_WARPS
 
     constants = {"HEADS": 32, "KV_HEADS": 8, "WIDTH": width}
-    constants |= {"BLOCK": PROGRAM_TOKENS, "STEP": STEP_TOKENS, "WIDEN": False}
+    constants |= {"BLOCK": BLOCK_TOKENS, "WIDEN": False}
     types = dict.fromkeys(constants, "constexpr")
     types |= dict.fromkeys(("lse_ptr", "delta_ptr"), "*fp32")
     types |= dict.fromkeys(("token_ptr", "end_ptr", "bounds_ptr", "block_ptr"), "*i32")
     types |= dict.fromkeys(("scale", "exponent_factor"), "fp32")
+    endings = {"ptr": "*bf16", "desc": f"tensordesc<bf16[{BLOCK_TOKENS},1,{width}]>"}
     signature = {
-        name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        name: types.get(name, endings.get(name.rpartition("_")[2], "i32"))
         for name in kernel.arg_names
     }
     even = {
@@ -119,7 +120,7 @@ def compiled(kernel, width):
         if name.endswith(("_ptr", "_stride"))
     }
     source = ASTSource(kernel, signature, constexprs=constants, attrs=even)
-    options = {"num_warps": NUM_WARPS, "num_stages": HOPPER_STAGES}
+    options = {"num_warps": NUM_WARPS, "num_stages": num_stages}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
@@ -140,20 +141,25 @@ def test_the_kernels_compile_to_hoppers_matrix_instructions(width, monkeypatch, 
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mega_agentrl.actor.model import tree_attention_kernels as kernels
+    from mega_agentrl.actor.model.tree_attention import HOPPER_STAGES, SHORT_STAGES
 
-    for kernel in (
-        kernels.forward_kernel,
-        kernels.query_gradient_kernel,
-        kernels.key_value_gradient_kernel,
+    whole_tiles, pieces = "cp.async.bulk.tensor.3d.shared", "cp.async.cg.shared.global"
+    for kernel, num_stages, copy in (
+        (kernels.forward_kernel, HOPPER_STAGES, whole_tiles),
+        (kernels.query_gradient_kernel, HOPPER_STAGES, whole_tiles),
+        (kernels.key_value_gradient_kernel, SHORT_STAGES, pieces),
     ):
-        result = compiled(kernel, width)
+        result = compiled(kernel, width, num_stages)
         assembly = result.asm["ptx"]
         assert "wgmma.mma_async" in assembly
-        # 16-byte copies straight to shared memory, within what a Hopper block may have
-        assert "cp.async.cg.shared.global" in assembly
+        # straight to shared memory, within what a Hopper block may have
+        assert copy in assembly
         assert result.metadata.shared <= 227 << 10
         resources = used_resources(result.asm["cubin"], tmp_path)
-        assert "STACK:0 " in resources and "LOCAL:0 " in resources, resources
+        # The gradients of keys and values need all registers, and a few that are spilled.
+        spilled = int(re.search(r"STACK:(\d+) ", resources)[1])
+        assert spilled <= (96 if copy is pieces and width == 128 else 0), resources
+        assert "LOCAL:0 " in resources, resources
 
 
 def test_keys_of_another_micro_batch_are_refused():
@@ -171,19 +177,20 @@ def test_keys_of_another_micro_batch_are_refused():
 )
 def test_a_model_that_the_kernels_cannot_compute_is_refused(device, dtype, head_dim):
     arguments = (device, dtype, head_dim)
-    got = refused_setting(check_tree_attention, TreeAttention.triton, *arguments)
+    got = refused_setting(resolve_tree_attention, TreeAttention.triton, *arguments)
     assert got == ("model.tree_attention", "triton")
-    check_tree_attention(TreeAttention.gather, *arguments)
+    for choice in (TreeAttention.auto, TreeAttention.gather):
+        assert resolve_tree_attention(choice, *arguments) is TreeAttention.gather
 
 
-def test_only_trees_with_forks_use_the_kernel(monkeypatch):
+def test_the_choice_decides_on_the_kernel(monkeypatch):
     monkeypatch.setattr(attention, "_triton_attention", lambda query, *_: 0 * query + 7)
     query = torch.randn(4, 1, 2, 8)
     forked = (Branch(start=0, stop=3, path=()), Branch(start=3, stop=4, path=((0, 1),)))
     for trees, choice, is_used in (
         (tree_params((0, 4), forked), TreeAttention.triton, True),
         (tree_params((0, 4), forked), TreeAttention.gather, False),
-        (tree_params((0, 3, 4)), TreeAttention.triton, False),
+        (tree_params((0, 3, 4)), TreeAttention.triton, True),
     ):
         out = packed_attention(query, query, query, trees, tree_attention=choice)
         assert bool((out == 7).all()) == is_used
@@ -195,10 +202,10 @@ def test_the_setting_reaches_attention_and_the_line_of_kernels(one_rank, monkeyp
     from mega_agentrl.config.sections.policy import ParallelConfig
     from tests.reshard.model_cuts import make_shape
 
-    monkeypatch.setattr(gpt_model, "check_tree_attention", lambda *_: None)
+    monkeypatch.setattr(gpt_model, "resolve_tree_attention", lambda choice, *_: choice)
     shape = make_shape(num_layers=1, hidden_size=128, num_heads=2, num_kv_heads=1, head_dim=64)
     (chunk,) = gpt_model.build_model_chunks(
         shape, one_rank, ParallelConfig(), torch.float32, tree_attention=TreeAttention.triton
     )
     model = SimpleNamespace(shape=shape, dtype=torch.float32)
-    assert _attention_kernel(model, list(chunk.modules())).endswith("(Triton for forks)")
+    assert _attention_kernel(model, list(chunk.modules())) == "Triton"

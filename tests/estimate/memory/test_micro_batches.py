@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.estimate.memory.micro_batches import bound_micro_batches, max_row_tokens
 from tests.estimate.configs import configured
 
@@ -72,12 +71,6 @@ def test_a_token_is_a_key_of_every_row_of_its_tree_at_most(settings, expected):
 def test_a_group_of_one_row_has_no_fork():
     config = configured()
     config.rollout.group_size = 1
-    assert bound_micro_batches(config).num_keys == 0
-
-
-def test_triton_gathers_no_keys():
-    config = configured()
-    config.model.tree_attention = TreeAttention.triton
     assert bound_micro_batches(config).num_keys == 0
 
 

@@ -14,7 +14,7 @@ from mega_agentrl.actor.model.packed_attention import packed_attention
 from mega_agentrl.actor.training.objectives import PolicyObjective
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS, PackedRows, PackedTargets
-from mega_agentrl.config.enums import Recompute
+from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.estimate.device import DeviceSpec
@@ -125,6 +125,7 @@ def test_the_plan_of_the_attention_by_hand():
 
 def test_trees_add_keys_and_rows_to_the_memory_of_a_rank():
     config = configured(tensor=4, data=4, pipeline=2, sequence_parallel=True)
+    config.model.tree_attention = TreeAttention.gather
     shape = released("qwen2.5-7b")
     first, last = estimate_policy_memory(config, shape, DeviceSpec())
     # 64 prompts x 16 rows over 4 ranks, 6,144 positions; the first stage has indices alone.
@@ -135,12 +136,20 @@ def test_trees_add_keys_and_rows_to_the_memory_of_a_rank():
     config.batch.trees = False
     flat, _ = estimate_policy_memory(config, shape, DeviceSpec())
     assert flat.path_attention == 0
+    config.batch.trees, config.model.tree_attention = True, TreeAttention.auto
+    triton, _ = estimate_policy_memory(config, shape, DeviceSpec())
+    assert triton.path_attention == 0
+    assert triton.activations == flat.activations
+    unlike = replace(shape, head_dim=80)
+    assert estimate_policy_memory(config, unlike, DeviceSpec())[0].path_attention > 0
+    config.batch.trees = False
     assert flat.row_tensors == first.row_tensors
     assert first.activations - flat.activations == 2 * keys * 8, "two micro-batches in flight"
 
 
 def test_a_layer_that_is_computed_again_keeps_its_activations_meanwhile():
     config, shape = configured(tensor=4, sequence_parallel=True), released("qwen2.5-7b")
+    config.model.tree_attention = TreeAttention.gather
     (kept,) = estimate_policy_memory(config, shape, DeviceSpec())
     config.parallel.recompute = Recompute.full
     (memory,) = estimate_policy_memory(config, shape, DeviceSpec())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.enums import Recompute
+from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 from mega_agentrl.estimate.preflight.suggestions import (
@@ -165,6 +165,7 @@ def test_nothing_is_suggested_for_a_gpu_that_is_far_too_small():
 def test_flat_rows_are_suggested_where_the_keys_of_large_groups_do_not_fit():
     config = configured(tensor=4, sequence_parallel=True)
     config.rollout.group_size, config.parallel.recompute = 128, Recompute.full
+    config.model.tree_attention = TreeAttention.gather
     shape, flat = released("qwen2.5-7b"), with_overrides(config, {"batch.trees": False})
     flat_gib = policy_peak_gib(flat, shape, DeviceSpec())
     device = DeviceSpec(memory_gib=flat_gib + 1, reserved_fraction=0.0)
