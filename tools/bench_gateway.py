@@ -190,10 +190,10 @@ async def _hold(
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
     messages = [{"role": "user", "content": f"Begin {rng.random()}."}]
     for _ in range(load.num_turns):
-        if load.pause_s:
-            await asyncio.sleep(rng.expovariate(1 / load.pause_s))
-        if time.perf_counter() > end_s:
+        pause_s = rng.expovariate(1 / load.pause_s) if load.pause_s else 0.0
+        if time.perf_counter() + pause_s > end_s:
             return
+        await asyncio.sleep(pause_s)
         body = json.dumps({"model": "m", "messages": messages}).encode()
         start_s = time.perf_counter()
         async with http.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:

@@ -109,11 +109,14 @@ async def test_edit_views_creates_and_replaces(toolkit):
 async def test_failures_are_typed(toolkit):
     session = toolkit.open_session()
     await session.create({"bash": {"execute_kwargs": {"timeout_s": 1.0}}})
+    assert (await call(session, "bash", command="sleep 9"))[0] is ToolStatus.timeout
+    await session.release()
+    session = toolkit.open_session()
+    await session.create({})
     assert await call(session, "bash", command="exit 3") == (
         ToolStatus.user_error,
         "[exit code 3]",
     )
-    assert (await call(session, "bash", command="sleep 9"))[0] is ToolStatus.timeout
     assert (await call(session, "bash", command="echo a\0b"))[0] is ToolStatus.user_error
     assert (await call(session, "bash", command=":" * 200_000))[0] is ToolStatus.user_error
     assert await call(session, "bash", command="echo \ud800") == (ToolStatus.ok, "?")

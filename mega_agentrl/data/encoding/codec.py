@@ -157,7 +157,7 @@ class ChatTemplate:
             text = self._render([probe], None, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError):
             return False
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        ids = _encode_text(self._tokenizer, text)
         return self._image_tokens is not None and ids.count(self._image_tokens.image_id) == 1
 
     @property
@@ -190,13 +190,13 @@ class ChatTemplate:
     def _encode_rendered(self, text: str, text_by_placeholder: Mapping[str, str]) -> list[int]:
         """Encode rendered text; placeholders become the plain text they stand for."""
         if not text_by_placeholder:
-            return list(self._tokenizer.encode(text, add_special_tokens=False))
+            return _encode_text(self._tokenizer, text)
         ids: list[int] = []
         for piece in re.split(f"([{''.join(text_by_placeholder)}])", text):
-            ids += self._tokenizer.encode(
+            ids += _encode_text(
+                self._tokenizer,
                 text_by_placeholder.get(piece, piece),
-                add_special_tokens=False,
-                split_special_tokens=piece in text_by_placeholder,
+                is_plain=piece in text_by_placeholder,
             )
         return ids
 
@@ -295,9 +295,7 @@ class HFCodec:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of exactly this text; special tokens in it become plain text."""
-        text = _replace_lone_surrogates(text)
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-        return list(ids)
+        return _encode_text(self._tokenizer, _replace_lone_surrogates(text), is_plain=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens and with all spaces."""
@@ -308,8 +306,7 @@ class HFCodec:
 
     def survives_decoding(self, text: str) -> bool:
         """Return whether `text` is decoded unchanged, which special tokens are not."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self.decode(ids) == text
+        return self.decode(_encode_text(self._tokenizer, text)) == text
 
     def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids, including special tokens."""
@@ -348,6 +345,23 @@ class HFCodec:
     def turn_end_text(self) -> str:
         """Text that the template writes after the last assistant turn."""
         return self._chat_template.turn_end_text()
+
+
+def _encode_text(tokenizer: Any, text: str, *, is_plain: bool = False) -> list[int]:
+    """Return the ids of a text alone; with `is_plain` special tokens in it are plain text.
+
+    The same as the tokenizer's own `encode`, but for the places of the tokens in the text, which
+    take a third of its time.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_plain)
+        return list(ids)
+    backend.encode_special_tokens = is_plain
+    backend.no_truncation()
+    backend.no_padding()
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def _replace_lone_surrogates(text: str) -> str:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.data.encoding.codec import HFCodec, _encode_text
 from mega_agentrl.data.generated.tokenizer import train_tokenizer
 from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
 
@@ -59,6 +59,32 @@ def test_any_text_round_trips_without_a_special_token(codec, text):
     ids = codec.encode(text + "<|im_end|>")
     assert codec.decode(ids) == text + "<|im_end|>"
     assert codec.eos_id not in ids
+
+
+@given(st.lists(st.text(max_size=8) | st.sampled_from(["<|im_end|>", "<think>", " "])))
+def test_ids_are_those_of_the_tokenizers_own_encode(codec, pieces):
+    text, tokenizer = "".join(pieces), codec._tokenizer
+    for is_plain in (False, True):
+        expected = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=is_plain)
+        assert _encode_text(tokenizer, text, is_plain=is_plain) == expected
+
+
+def test_a_folder_that_truncates_and_pads_encodes_whole_texts(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    file = tmp_path / "model/tokenizer.json"
+    settings = json.loads(file.read_text())
+    settings["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    file.write_text(json.dumps(settings))
+    codec = HFCodec(tmp_path / "model")
+    assert codec._tokenizer.backend_tokenizer.truncation is not None
+    assert codec.encode("What is 1*2 of the home ?") == HFCodec(folder).encode(
+        "What is 1*2 of the home ?"
+    )
 
 
 def test_control_tokens_are_the_special_ones_and_the_tags(codec):
