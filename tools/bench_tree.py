@@ -369,9 +369,11 @@ class Bench:
         kernels = [module.tree_attention for module in modules]
         for module in modules:
             module.tree_attention = TreeAttention.gather
-        yield
-        for module, kernel in zip(modules, kernels, strict=True):
-            module.tree_attention = kernel
+        try:
+            yield
+        finally:
+            for module, kernel in zip(modules, kernels, strict=True):
+                module.tree_attention = kernel
 
     def warm_up(self) -> None:
         """Run all sides, so that threads, kernels and Adam's moments exist."""

@@ -78,7 +78,7 @@ def test_graphs_compute_the_same_and_fit_every_length(case):
 
 @pytest.mark.parametrize("case", [norm, rope], ids=["norm", "rope"])
 def test_numbers_are_constants_of_the_graph(case, monkeypatch):
-    """As inputs they would be tensors on the CPU, for which a C++ compiler would be started."""
+    """A number that is an input becomes a CPU tensor, for which torch starts a C++ compiler."""
     inputs_of_graphs = []
 
     def record(graph, inputs):
