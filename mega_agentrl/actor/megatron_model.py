@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from mega_agentrl.actor.model.gpt_model import (
     release_moe_routing_graph,
     wrap_with_ddp,
 )
+from mega_agentrl.actor.model.route_replay import router_part
 from mega_agentrl.actor.parallel import process_groups
 from mega_agentrl.actor.training.offload import Offloader, require_on_device
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
@@ -46,17 +47,20 @@ from mega_agentrl.reshard.mapping.model_mapping import (
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
 from mega_agentrl.types.activity import track_activity
 from mega_agentrl.types.batch import UpdateStats
+from mega_agentrl.types.routes import DIGEST_BITS
 from mega_agentrl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from mega_agentrl.actor.model.heads import OutputHead
+    from mega_agentrl.actor.model.route_replay import RouteLog
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats, Objective
     from mega_agentrl.batch.packed_rows import PackedRows
     from mega_agentrl.batch.row_sharding import MicroPlan
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.policy import OptimConfig
+    from mega_agentrl.types.routes import RecordedRoutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,19 @@ class RankInfo:
     """CPU threads of a torch operation."""
 
 
+class RouteTotals(NamedTuple):
+    """Numbers of pairs of a token and a layer with experts, of all ranks."""
+
+    num_pairs: int = 0
+    num_replayed: int = 0
+    """Pairs whose experts were replayed."""
+    num_differing: int = 0
+    """Replayed pairs for which the policy itself would have chosen other experts."""
+
+
+NO_ROUTES = RouteTotals()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Result of one optimizer step."""
@@ -85,6 +102,8 @@ class StepResult:
     learning_rate: float
     applied: bool
     """False if the step was skipped because the gradient norm is not finite."""
+    routes: RouteTotals = NO_ROUTES
+    """What the routers did with the routes of the rows."""
 
 
 class MegatronModel:
@@ -145,6 +164,7 @@ class MegatronModel:
         self.hf_source_folder = Path(config.model.path)
         self.offloader = Offloader(self.chunks, self._optimizer)
         self._pipeline_schedule = PipelineSchedule(self.chunks, self.groups)
+        self._route_logs: list[RouteLog] = []
 
     @property
     def is_trainable(self) -> bool:
@@ -204,6 +224,8 @@ class MegatronModel:
         plan: MicroPlan,
         head: OutputHead,
         select_M: np.ndarray | None = None,
+        *,
+        record_routes: bool = False,
     ) -> PackedScores | None:
         """Apply the head to the rows of this data-parallel rank, without gradients.
 
@@ -212,6 +234,7 @@ class MegatronModel:
             plan: The micro-batches of these rows.
             head: Maps hidden states to the tensors that are returned.
             select_M: `[M]` bool, the response tokens to evaluate; None for all.
+            record_routes: Whether to keep the routes of the tokens for `recorded_routes`.
 
         Returns:
             The head's values of these tokens. One rank of the last pipeline stage of each
@@ -219,8 +242,10 @@ class MegatronModel:
         """
         if select_M is None:
             select_M = np.ones(rows.response_start_R1[-1], dtype=bool)
-        micros = self._build_micro_batches(rows, plan, select_M)
+        micros = self._build_micro_batches(rows, plan, select_M, record_routes=record_routes)
         outputs = self._pipeline_schedule.forward_only(micros, head)
+        self._sum_routes(micros)
+        self._route_logs = [micro.route_log for micro in micros if micro.route_log is not None]
         coordinates = self.groups.coordinates
         if not coordinates.is_last_stage or coordinates.model_parallel_rank.tensor_rank:
             return None
@@ -268,13 +293,27 @@ class MegatronModel:
         )
         self.optimizer.zero_grad()
         stats = self._pipeline_schedule.forward_backward(micros, head, objective)
+        routes = self._sum_routes(micros)
         lr = self._current_learning_rate() if lr is None else lr
         with track_activity("optimizer step", self.groups.describe_peers("all")):
             norm, applied = self.optimizer.step(lr)
         self.num_steps += applied
         with track_activity("sum of the metrics", self.groups.describe_peers("data", "pipeline")):
             sums = self._reduce_metrics(stats, ("loss", "num_tokens", *names))
-        return StepResult(metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied)
+        return StepResult(
+            metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied, routes=routes
+        )
+
+    def recorded_routes(self) -> list[RecordedRoutes]:
+        """Return what `forward_only` has recorded in the micro-batches of its last pass.
+
+        Tensor ranks that see the same tokens as another return nothing.
+        """
+        is_split = self.config.parallel.sequence_parallel
+        if self.groups.coordinates.model_parallel_rank.tensor_rank and not is_split:
+            return []
+        part = router_part(self.groups, is_split=is_split)
+        return [log.recorded(part) for log in self._route_logs if log.chosen_RK]
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder.
@@ -310,7 +349,12 @@ class MegatronModel:
         )
 
     def _build_micro_batches(
-        self, rows: PackedRows, plan: MicroPlan, select_M: np.ndarray
+        self,
+        rows: PackedRows,
+        plan: MicroPlan,
+        select_M: np.ndarray,
+        *,
+        record_routes: bool = False,
     ) -> list[MicroBatch]:
         coordinates, parallel = self.groups.coordinates, self.config.parallel
         target_device = device.current_device()
@@ -324,9 +368,47 @@ class MegatronModel:
                 context_rank=coordinates.context_rank,
                 context_size=coordinates.context_size,
                 has_images=self.shape.vision is not None,
+                is_recording=record_routes,
             )
             for indices in plan
         ]
+
+    def _sum_routes(self, micros: Sequence[MicroBatch]) -> RouteTotals:
+        """Return what the routers of all ranks did in a pass, after checking the digests.
+
+        Raises:
+            RuntimeError: The experts that the routers used are not those that came with the rows.
+        """
+        if self.shape.moe is None:
+            return NO_ROUTES
+        groups, coordinates = self.groups, self.groups.coordinates
+        is_split = self.config.parallel.sequence_parallel
+        rank = coordinates.model_parallel_rank
+        # Pairs, replayed and differing ones, digests used and digests expected.
+        total = torch.zeros(5, dtype=torch.int64, device=device.current_device())
+        for log in (micro.route_log for micro in micros):
+            if log is None:
+                continue
+            for count in log.counts.values():
+                total[1:4] += count
+            if not (is_split and rank.tensor_rank):
+                total[0] += log.num_tokens * len(log.counts)
+                total[4] += 0 if rank.pipeline_rank else log.expected_digest
+        peers = groups.describe_peers("data", "pipeline", *(["tensor"] if is_split else []))
+        with track_activity("sum of the routes", peers):
+            for group in (groups.pg_collection.dp_cp, groups.pg_collection.pp):
+                dist.all_reduce(total, group=group)
+            if is_split:
+                dist.all_reduce(total, group=groups.pg_collection.tp)
+        num_pairs, num_replayed, num_differing, used, expected = total.tolist()
+        if (used - expected) % 2**DIGEST_BITS:
+            raise RuntimeError(
+                f"model.router_replay: the experts of {num_replayed} pairs of a token and a layer "
+                f"have the digest {used % 2**DIGEST_BITS}, expected "
+                f"{expected % 2**DIGEST_BITS}, which came with the rollouts; probable cause: "
+                "routes of other tokens, or an engine with another model"
+            )
+        return RouteTotals(num_pairs, num_replayed, num_differing)
 
     def _reduce_metrics(
         self, stats: list[MicroBatchStats], names: Sequence[str]
@@ -429,3 +511,18 @@ def summarize_steps(steps: Sequence[StepResult], names: Sequence[str]) -> Update
             for name in names
         },
     )
+
+
+def route_metrics(steps: Sequence[StepResult]) -> dict[str, float]:
+    """Return the shares of replayed routes and of those that the policy would not have chosen.
+
+    The result is empty if no step replayed any.
+    """
+    num_replayed = sum(step.routes.num_replayed for step in steps)
+    if not num_replayed:
+        return {}
+    num_differing = sum(step.routes.num_differing for step in steps)
+    return {
+        "routes_replayed": num_replayed / sum(step.routes.num_pairs for step in steps),
+        "routes_differing": num_differing / num_replayed,
+    }

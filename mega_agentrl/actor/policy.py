@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from mega_agentrl.actor.megatron_model import (
     MegatronModel,
     RankInfo,
     TrainableRank,
+    route_metrics,
     summarize_steps,
 )
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
@@ -34,6 +34,7 @@ from mega_agentrl.actor.training.objectives import (
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
+from mega_agentrl.config.enums import RouterReplay
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.types.batch import UpdateStats
+    from mega_agentrl.types.routes import RecordedRoutes
 
 
 class PolicyRank(TrainableRank):
@@ -125,6 +127,9 @@ class PolicyRank(TrainableRank):
     ) -> PackedScores | None:
         """Compute log-prob and entropy of every response token at `rollout.temperature`.
 
+        The current weights replay the routes of the rows; with `model.router_replay=old` the routes
+        that they choose are kept for `recorded_routes`. The reference weights use their own.
+
         Args:
             shard: The rows of this data rank.
             reference: Score with the reference weights instead of the current ones.
@@ -136,9 +141,22 @@ class PolicyRank(TrainableRank):
         Raises:
             ValueError: If `reference` is set and there is no reference.
         """
-        with self._reference_swapped_in() if reference else nullcontext():
-            head = self._log_prob_head(shard.rows, self._temperature)
-            return self.megatron_model.forward_only(shard.rows, shard.micros, head)
+        head = self._log_prob_head(shard.rows, self._temperature)
+        if reference:
+            rows = replace(shard.rows, routes=None)
+            with self._reference_swapped_in():
+                return self.megatron_model.forward_only(rows, shard.micros, head)
+        record_routes = (
+            self._config.model.router_replay is RouterReplay.old
+            and self.megatron_model.shape.moe is not None
+        )
+        return self.megatron_model.forward_only(
+            shard.rows, shard.micros, head, record_routes=record_routes
+        )
+
+    def recorded_routes(self) -> list[RecordedRoutes]:
+        """Return the routes that this rank chose in the last `compute_log_probs`, if recorded."""
+        return self.megatron_model.recorded_routes()
 
     def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Compute the log-probs of a prompt's tokens after the first, at temperature 1.
@@ -184,7 +202,8 @@ class PolicyRank(TrainableRank):
                     rows, step.micros, shard.targets.mask_M, head, objective, metrics, lr=lr
                 )
             )
-        return summarize_steps(results, metrics)
+        stats = summarize_steps(results, metrics)
+        return replace(stats, metrics={**stats.metrics, **route_metrics(results)})
 
     def sft_step(self, shard: UpdateShard, lr: float | None = None) -> UpdateStats:
         """Take one step on the mean negative log-prob of the masked tokens, at temperature 1.

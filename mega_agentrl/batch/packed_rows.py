@@ -14,18 +14,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from mega_agentrl.batch.tree_order import RowLengths, row_lengths, shared_between
+from mega_agentrl.types.routes import TokenRoutes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.images import PlacedImage
+
+_T = TypeVar("_T")
 
 RowImages = tuple[tuple["PlacedImage", ...], ...]
 """The images of each row; starts count its tokens, prompt and response."""
@@ -49,18 +52,22 @@ class PackedRows(RowLengths):
     padded."""
     images_R: RowImages | None = None
     """Images of each row with their pixels; None if no row has any."""
+    routes: TokenRoutes | None = None
+    """Routes of the N stored tokens; None if no row has any."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.row_R), len(self.length_R), len(self.prompt_length_R)}
         sizes |= set() if self.images_R is None else {len(self.images_R)}
         num_stored = int((self.length_R - self.shared_length_R).sum())
-        if len(sizes) > 1 or len(self.token_N) != num_stored:
+        num_routes = num_stored if self.routes is None else self.routes.num_tokens
+        if len(sizes) > 1 or {len(self.token_N), num_routes} != {num_stored}:
             raise ValueError(
                 f"PackedRows: got {len(self.row_R)} row numbers, {len(self.length_R)} lengths, "
                 f"{len(self.prompt_length_R)} prompt lengths, images of "
-                f"{'no' if self.images_R is None else len(self.images_R)} rows and "
-                f"{len(self.token_N)} tokens, expected equal numbers of all but the last, or no "
-                f"images, and {num_stored} tokens, the sum of length_R - shared_length_R"
+                f"{'no' if self.images_R is None else len(self.images_R)} rows, "
+                f"{len(self.token_N)} tokens and routes of {num_routes}, expected equal numbers of "
+                f"all but the last two, or no images, and {num_stored} tokens and routes, the sum "
+                "of length_R - shared_length_R"
             )
 
     @classmethod
@@ -73,6 +80,7 @@ class PackedRows(RowLengths):
         num_positions: int,
         shared_length_R: np.ndarray | None = None,
         images_R: Sequence[tuple[PlacedImage, ...]] | None = None,
+        routes_R: Sequence[TokenRoutes | None] | None = None,
     ) -> PackedRows:
         """Pack rows that are given as whole token sequences.
 
@@ -84,6 +92,7 @@ class PackedRows(RowLengths):
             shared_length_R: [R] int64 number of leading tokens that each row shares with the row
                 before it; None if the rows share nothing.
             images_R: R tuples of the images of each row; None if no row has any.
+            routes_R: Routes of the first tokens of each row; None if no row has any.
         """
         length_R = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
         if shared_length_R is None:
@@ -97,6 +106,7 @@ class PackedRows(RowLengths):
             token_N=np.concatenate(stored) if stored else np.zeros(0, dtype=np.int32),
             num_positions=num_positions,
             images_R=tuple(images_R) if images_R is not None and any(images_R) else None,
+            routes=_stored_routes(routes_R or (), length_R.tolist(), shared_length_R.tolist()),
         )
 
     @classmethod
@@ -127,6 +137,7 @@ class PackedRows(RowLengths):
             num_positions=response_BT.shape[1],
             shared_length_R=lengths.shared_length_R,
             images_R=_select(batch.images_B, lengths.row_R),
+            routes_R=_select(batch.routes_B, lengths.row_R),
         )
 
     @classmethod
@@ -142,13 +153,14 @@ class PackedRows(RowLengths):
                 the one before it.
         """
         row_by_number = {
-            int(row): (tokens_S, length, images)
+            int(row): (tokens_S, length, images, routes)
             for part in parts
-            for row, tokens_S, length, images in zip(
+            for row, tokens_S, length, images, routes in zip(
                 part.row_R,
                 part.sequences(range(part.num_rows)),
                 part.prompt_length_R,
                 part.images_R or ((),) * part.num_rows,
+                part.row_routes(range(part.num_rows)),
                 strict=True,
             )
         }
@@ -159,6 +171,7 @@ class PackedRows(RowLengths):
             num_positions=parts[0].num_positions,
             shared_length_R=shared_length_R,
             images_R=[row_by_number[int(row)][2] for row in row_R],
+            routes_R=[row_by_number[int(row)][3] for row in row_R],
         )
 
     @property
@@ -174,17 +187,27 @@ class PackedRows(RowLengths):
 
     def sequences(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
         """Return the int32 token ids, prompt and response, of the rows at ascending indices."""
+        return [self.token_N[stored_S] for stored_S in self.stored_indices(indices)]
+
+    def row_routes(self, indices: Sequence[int] | np.ndarray) -> list[TokenRoutes | None]:
+        """Return the routes of all tokens of the rows at ascending indices."""
+        if self.routes is None:
+            return [None] * len(indices)
+        return [self.routes.take(stored_S) for stored_S in self.stored_indices(indices)]
+
+    def stored_indices(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the index among the stored tokens of each token of the rows at these indices."""
         selected = {int(index) for index in indices}
         start_R1 = _offsets((self.length_R - self.shared_length_R).tolist())
         # In depth-first order a row replaces only the tokens after the prefix that it shares.
-        path = np.zeros(self.length_R.max(initial=0), dtype=np.int32)
-        sequences = []
+        path = np.zeros(self.length_R.max(initial=0), dtype=np.int64)
+        paths = []
         for index in range(max(selected, default=-1) + 1):
             shared, length = self.shared_length_R[index], self.length_R[index]
-            path[shared:length] = self.token_N[start_R1[index] : start_R1[index + 1]]
+            path[shared:length] = np.arange(start_R1[index], start_R1[index + 1])
             if index in selected:
-                sequences.append(path[:length].copy())
-        return sequences
+                paths.append(path[:length].copy())
+        return paths
 
     def take(self, indices: Sequence[int] | np.ndarray) -> PackedRows:
         """Return the rows at these ascending indices."""
@@ -196,6 +219,7 @@ class PackedRows(RowLengths):
             num_positions=self.num_positions,
             shared_length_R=shared_between(self.shared_length_R, index_R),
             images_R=_select(self.images_R, index_R),
+            routes_R=self.row_routes(index_R),
         )
 
     def with_token_appended(self) -> PackedRows:
@@ -207,6 +231,7 @@ class PackedRows(RowLengths):
             num_positions=self.num_positions + 1,
             shared_length_R=self.shared_length_R,
             images_R=self.images_R,
+            routes_R=self.row_routes(range(self.num_rows)),
         )
 
 
@@ -357,8 +382,32 @@ def unpack_scores(
     return outputs
 
 
-def _select(images: RowImages | None, row_R: np.ndarray) -> RowImages | None:
-    return None if images is None else tuple(images[row] for row in row_R.tolist())
+def _stored_routes(
+    routes_R: Sequence[TokenRoutes | None], lengths: Sequence[int], shared: Sequence[int]
+) -> TokenRoutes | None:
+    """Return the routes of the tokens that are stored of each row; None if no row has any."""
+    some = next((routes for routes in routes_R if routes is not None), None)
+    if some is None:
+        return None
+    num_stored = sum(lengths) - sum(shared)
+    expert_NLK = some.before(0).resized(num_stored).expert_NLK
+    digest_N = np.zeros(num_stored, dtype=np.uint32)
+    path, start = np.zeros(max(lengths), dtype=np.int64), 0
+    for routes, length, num_shared in zip(routes_R, lengths, shared, strict=True):
+        stop = start + length - num_shared
+        path[num_shared:length] = np.arange(start, stop)
+        start = stop
+        if routes is not None:
+            # The last token of a rollout has routes only in rows that go on after it.
+            size = min(length, routes.num_tokens)
+            new_S = np.flatnonzero((digest_N[path[:size]] == 0) & (routes.digest_N[:size] > 0))
+            expert_NLK[path[new_S]] = routes.expert_NLK[new_S]
+            digest_N[path[new_S]] = routes.digest_N[new_S]
+    return TokenRoutes(expert_NLK=expert_NLK, digest_N=digest_N)
+
+
+def _select(values: Sequence[_T] | None, row_R: np.ndarray) -> tuple[_T, ...] | None:
+    return None if values is None else tuple(values[row] for row in row_R.tolist())
 
 
 def _offsets(lengths: Iterable[int]) -> np.ndarray:

@@ -9,7 +9,8 @@ so that its missing reward stays out of its prompt's mean. A pending reward is N
 trees: a fork shares the ids of its parent's first `fork_len` tokens, and the padding is -1.
 `tree_order_B` and `shared_length_B` describe which leading tokens rows share: the prompt, the
 response up to a fork, and the tokens that a reset context keeps of the sequence before it.
-`images_B` places the images of prompts, responses and reset contexts in the rows.
+`images_B` places the images of prompts, responses and reset contexts in the rows, and `routes_B`
+has the routes of their tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ import torch
 
 from mega_agentrl.batch.tree_order import common_length, order_rows
 from mega_agentrl.types.batch import TrainBatch
+from mega_agentrl.types.routes import join_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from mega_agentrl.types.images import ImageInput, PlacedImage
     from mega_agentrl.types.records import ContextReset, Prompt, RolloutTree, Trajectory
+    from mega_agentrl.types.routes import TokenRoutes
 
 PAD_TREE_TOKEN = -1
 _ContextKey = tuple[int, tuple[int, ...], tuple[str, ...]]
@@ -82,6 +85,7 @@ def pack_trees(trees: Sequence[RolloutTree]) -> TrainBatch:
         tree_order_B=torch.tensor(order, dtype=torch.int64),
         shared_length_B=torch.tensor(shared, dtype=torch.int64),
         images_B=_row_images(trajectories, rows),
+        routes_B=_row_routes(trajectories, rows),
     )
 
 
@@ -194,6 +198,22 @@ def _row_images(
         tuple(replace(image, image=loaded[image.image.image_id]) for image in images)
         for images in placed
     )
+
+
+def _row_routes(
+    trajectories: Sequence[Trajectory], rows: Sequence[_RowSegment]
+) -> tuple[TokenRoutes | None, ...] | None:
+    """Return the routes of the tokens of each row; None if there are none."""
+    routes = []
+    for row in rows:
+        parts = [
+            part.routes
+            for part in trajectories[row.trajectory_index].routes
+            if row.start <= part.response_start < row.stop
+        ]
+        num_tokens = len(row.context.token_ids) + row.stop - row.start
+        routes.append(join_routes(parts).before(num_tokens) if parts else None)
+    return tuple(routes) if any(part is not None for part in routes) else None
 
 
 def _loaded_images(placed: Iterable[Iterable[PlacedImage]]) -> dict[str, ImageInput]:

@@ -231,6 +231,17 @@ class TreeAttention(StrEnum):
     weights and heads of 64 or 128."""
 
 
+class RouterReplay(StrEnum):
+    """Whose routes of a mixture-of-experts model the policy uses instead of its own."""
+
+    off = "off"
+    """None: the routers of the policy choose in each pass."""
+    sampled = "sampled"
+    """Those of the engine that sampled the tokens, in the log-prob pass and in the update (R3)."""
+    old = "old"
+    """Those of the log-prob pass, in the update (R2)."""
+
+
 class LrSchedule(StrEnum):
     """Learning-rate schedule after the warm-up."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from mega_agentrl.config.enums import RouterReplay
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TEXT_CHARS, Length, Range, Section
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.data import DataConfig
@@ -73,6 +74,11 @@ class TrainConfig(Section):
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+
+    @property
+    def replays_sampled_routes(self) -> bool:
+        """Whether training asks the engines for the experts of each token, if the model has any."""
+        return self.model.router_replay is RouterReplay.sampled and not self.is_eval_only
 
     @property
     def is_eval_only(self) -> bool:

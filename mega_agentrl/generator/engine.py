@@ -53,8 +53,10 @@ from mega_agentrl.generator.sampling import (
     prompt_logp_params,
     sampling_params,
     to_generation,
+    to_routes,
 )
 from mega_agentrl.generator.sleep_mode import SleepController
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.errors import EngineLostError
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ class Engine:
         deadline_s: float = 600.0,
         deterministic: bool = False,
         colocated: bool = False,
+        return_routes: bool = False,
     ) -> Self:
         """Start vLLM; with `load_weights` it then serves version 0.
 
@@ -163,6 +166,7 @@ class Engine:
             deadline_s: Deadline of one request, `cluster.call_timeout_s`.
             deterministic: Batch no requests together, and do not cache prefixes.
             colocated: Enable vLLM's sleep mode on a GPU.
+            return_routes: Return the experts of each token of a model that has experts.
 
         Raises:
             RuntimeError: If vLLM cannot start.
@@ -172,6 +176,8 @@ class Engine:
         self._request_deadline_s = deadline_s
         self._image_slots = asyncio.Semaphore(config.max_num_seqs)
         self._image_prompts = ImagePrompts(model_path)
+        moe = ModelShape.from_folder(model_path).moe if return_routes else None
+        self._moe = moe
         args = engine_args(
             config,
             model_path,
@@ -181,6 +187,7 @@ class Engine:
             deterministic=deterministic,
             colocated=colocated,
             pixels_per_token=self._image_prompts.pixels_per_token,
+            with_routes=moe is not None,
         )
         try:
             self._llm = AsyncLLM.from_engine_args(args)
@@ -199,6 +206,8 @@ class Engine:
         gc.freeze()
         await self._call_workers("finish_startup")
         await self._call_workers("tap_install")
+        if moe is not None:
+            await self._call_workers("routes_install")
         await self._call_workers("weights_install_guard")
         if load_weights:
             await self._await_vllm(self._llm.update_weight_version(str(self._version)))
@@ -294,7 +303,15 @@ class Engine:
                 last = result
         assert last is not None, "vLLM ends every request with an output"
         num_cached = last.num_cached_tokens or 0
-        generation = to_generation(request, last.outputs[0], stop_ids, self._version, num_cached)
+        output = last.outputs[0]
+        generation = to_generation(
+            request,
+            output,
+            stop_ids,
+            self._version,
+            num_cached,
+            routes=None if self._moe is None else to_routes(request, output, self._moe),
+        )
         self._num_finished_tokens += len(generation.token_ids)
         return generation
 

@@ -10,6 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from mega_agentrl.config.enums import Dtype
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.estimate.memory.engine import MIN_BATCHED_TOKENS
 from mega_agentrl.generator.plugin import WEIGHT_TRANSFER_BACKEND
 
@@ -33,6 +34,7 @@ def engine_args(
     deterministic: bool = False,
     colocated: bool = False,
     pixels_per_token: int | None = None,
+    with_routes: bool = False,
 ) -> AsyncEngineArgs:
     """Return vLLM's arguments.
 
@@ -47,6 +49,11 @@ def engine_args(
         deterministic: Batch no requests together, and do not cache prefixes.
         colocated: Enable vLLM's sleep mode on a GPU (see `sleep_mode`).
         pixels_per_token: Pixels of an image for each of its tokens; None for a text model.
+        with_routes: Return the experts of each token.
+
+    Raises:
+        ConfigError: `with_routes` and `deterministic` on a GPU, where vLLM returns experts only
+            with a cache of prefixes.
     """
     on_gpu = torch.cuda.is_available()
     # A prompt that is split between two steps samples one token too many, and vLLM rewinds the
@@ -61,6 +68,14 @@ def engine_args(
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enable_sleep_mode": colocated,
         }
+        if with_routes and deterministic:
+            raise ConfigError(
+                "model.router_replay",
+                "sampled",
+                "old or off with deterministic=true on GPUs",
+                "vLLM returns the experts of tokens only if it caches prefixes, which "
+                "deterministic runs do not",
+            )
     if pixels_per_token is not None:
         options |= _image_options(config.max_model_len * pixels_per_token, on_gpu=on_gpu)
     return AsyncEngineArgs(
@@ -77,6 +92,7 @@ def engine_args(
         max_num_batched_tokens=max(MIN_BATCHED_TOKENS, config.max_model_len),
         enforce_eager=config.enforce_eager or not on_gpu,
         enable_prefix_caching=not deterministic,
+        enable_return_routed_experts=with_routes,
         disable_log_stats=True,
         worker_extension_cls="mega_agentrl.generator.worker_extension.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),

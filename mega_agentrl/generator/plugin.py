@@ -1,8 +1,9 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
 It registers the weight-transfer engine, replaces processors that need torchvision where that is
-missing, and kills the process when the process that hosts the engine ends. Otherwise vLLM's engine
-core would not notice that its host was killed, and would hold its memory or GPU forever.
+missing, lets engines on CPUs return the experts of tokens, and kills the process when the process
+that hosts the engine ends. Otherwise vLLM's engine core would not notice that its host was killed,
+and would hold its memory or GPU forever.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mega_agentrl.generator.processors_without_torchvision import replace_torchvision_processors
+    from mega_agentrl.generator.route_capture import accept_v1_runner
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
         return
@@ -31,6 +33,7 @@ def register() -> None:
         "ReshardTransferEngine",
     )
     replace_torchvision_processors()
+    accept_v1_runner()
     host_pid = os.environ.get(HOST_PID_VARIABLE)
     if host_pid is not None and int(host_pid) != os.getpid():
         die_with_process(int(host_pid))

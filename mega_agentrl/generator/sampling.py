@@ -12,14 +12,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from mega_agentrl.generator.entropy_tap import read_measurements
 from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation
+from mega_agentrl.types.routes import TokenRoutes
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
+
+    from mega_agentrl.reshard.mapping.model_shape import MoeShape
 
 
 @dataclass(slots=True)
@@ -88,6 +92,9 @@ def sampling_params(
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
+        routed_experts_prompt_start=(
+            len(request.token_ids) if request.routes_start is None else request.routes_start
+        ),
     )
 
 
@@ -108,6 +115,7 @@ def to_generation(
     stop_ids: dict[int, str],
     version: int,
     num_cached: int = 0,
+    routes: TokenRoutes | None = None,
 ) -> Generation:
     """Return the `Generation` of vLLM's output, including the entropy tap's measurements.
 
@@ -133,6 +141,35 @@ def to_generation(
         top_logps=top_logps,
         num_cached_tokens=num_cached,
         versions=versions if len(set(versions)) > 1 else (),
+        routes=routes,
+    )
+
+
+def to_routes(
+    request: GenerateRequest, output: CompletionOutput, moe: MoeShape
+) -> TokenRoutes | None:
+    """Return the routes that came with vLLM's output; None if the request asks for none.
+
+    Raises:
+        RuntimeError: vLLM returned routes of other tokens than it computed.
+    """
+    if request.routes_start is None or not output.token_ids:
+        return None
+    token_ids = (*request.token_ids, *output.token_ids)[request.routes_start : -1]
+    expert_NLK = output.routed_experts
+    num_routes = 0 if expert_NLK is None else len(expert_NLK)
+    if expert_NLK is None or num_routes != len(token_ids):
+        raise RuntimeError(
+            f"request {request.request_id}: got the experts of {num_routes} tokens, expected "
+            f"{len(token_ids)}, those of the context from token {request.routes_start} and of the "
+            f"{len(output.token_ids)} sampled tokens but the last; probable cause: a version of "
+            "vLLM with another capture of experts"
+        )
+    return TokenRoutes.from_experts(
+        expert_NLK[:, np.flatnonzero(moe.moe_layer_pattern)],
+        token_ids,
+        moe.num_experts,
+        start=request.routes_start,
     )
 
 

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.generator.entropy_tap import tap_sampler
+from mega_agentrl.generator.route_capture import install_route_capture
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.layout import PackedLayout
 
@@ -40,6 +41,10 @@ class WorkerExtension:
     def tap_install(self) -> None:
         """Make the sampler measure entropies; called once after the start."""
         self.model_runner.sampler = tap_sampler(self.model_runner.sampler)
+
+    def routes_install(self) -> None:
+        """Make the model runner return the experts of each token; called once after the start."""
+        install_route_capture(self.model_runner)
 
     def peak_memory_mib(self) -> dict[str, float]:
         """Return this worker's peak memory in MiB.

@@ -51,6 +51,8 @@ class RolloutContext:
     """Recorder of OpenTelemetry spans; None disables tracing."""
     with_greedy: bool = False
     """Whether each group gets a greedy trajectory in addition (see `groups.group`)."""
+    with_routes: bool = False
+    """Whether to ask the engine for the experts of each token (`types.routes`)."""
     emitted_warnings: set[str] = field(default_factory=set)
     """Keys of warnings that were already logged in this pass."""
     tree_store: TreeStore | None = None
@@ -89,6 +91,7 @@ def make_rollout_context(
     interactions: InteractionProvider | None = None,
     spans: RolloutSpans | None = None,
     with_greedy: bool = False,
+    with_routes: bool = False,
     tree_store: TreeStore | None = None,
     images: ImageLoader | None = None,
     agents: AgentHost | None = None,
@@ -111,6 +114,7 @@ def make_rollout_context(
         interactions=interactions,
         spans=spans,
         with_greedy=with_greedy,
+        with_routes=with_routes,
         tree_store=tree_store,
         images=images,
         agents=agents,

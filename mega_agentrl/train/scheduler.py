@@ -128,6 +128,7 @@ def open_rollout_collector(
         step="train",
         spans=components.monitors.rollout_spans,
         with_greedy=config.algo.estimator.needs_greedy_baseline,
+        with_routes=config.replays_sampled_routes,
         tree_store=tree_store,
         images=components.images,
         agents=components.agents,

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from typing import Self
 
     from mega_agentrl.types.images import PlacedImage
+    from mega_agentrl.types.routes import TokenRoutes
 
-_TUPLE_FIELDS = ("prompt_ids", "images_B")
+_TUPLE_FIELDS = ("prompt_ids", "images_B", "routes_B")
 _INT64_FIELDS = (
     "response_BT",
     "length_B",
@@ -83,6 +84,9 @@ class TrainBatch:
     images_B: tuple[tuple[PlacedImage, ...], ...] | None = None
     """B tuples of the images of each row with their pixels; starts count the tokens of the row,
     prompt and response. None if no row has any."""
+    routes_B: tuple[TokenRoutes | None, ...] | None = None
+    """B routes of the first tokens of each row, prompt and response, or None for a row without any;
+    None if no row has any."""
     baseline_B: torch.Tensor | None = None
     """[B] float32 reward of the greedy answer to the row's prompt (ReMax), NaN where it failed."""
 

@@ -21,6 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from mega_agentrl.types.images import PlacedImage
+from mega_agentrl.types.routes import TokenRoutes
 
 Message = dict[str, Any]
 """A chat message: ``{"role": str, "content": str}``, or with images a list of parts as content:
@@ -155,6 +156,8 @@ class GenerateRequest:
     """K of `Generation.top_logps`; 0 leaves them out."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the context with their pixels, in order; starts count `token_ids`."""
+    routes_start: int | None = None
+    """First token of the context whose routes the caller does not know yet; None asks for none."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -185,6 +188,10 @@ class Generation:
     versions: tuple[int, ...] = ()
     """[N] weight version per token if the weights changed during the request; empty if all tokens
     have `version`."""
+    routes: TokenRoutes | None = None
+    """Routes of context and sampled tokens from `GenerateRequest.routes_start` to the last but one,
+    after which nothing was computed; None if they were not asked for or the model has no experts.
+    """
 
     def __post_init__(self) -> None:
         _check_lengths(
@@ -333,6 +340,27 @@ class ContextReset:
     """Images of the new context; starts count `token_ids`."""
 
 
+@dataclass(slots=True, kw_only=True, frozen=True)
+class GenerationRoutes:
+    """The routes that came with one generation of a trajectory."""
+
+    response_start: int
+    """Number of response tokens before the sampled ones."""
+    context_length: int
+    """Number of tokens of the context that they were sampled in."""
+    routes: TokenRoutes
+    """Routes of this context and of the sampled tokens; positions count from its first token."""
+
+    def before(self, response_stop: int) -> GenerationRoutes:
+        """Return the routes of the tokens before a position of the response."""
+        stop = self.context_length + response_stop - self.response_start
+        return GenerationRoutes(
+            response_start=self.response_start,
+            context_length=self.context_length,
+            routes=self.routes.before(stop),
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
     """A path of a rollout tree from the prompt to its end; sequences have length N."""
@@ -385,6 +413,9 @@ class Trajectory:
     int32 array, to save memory."""
     images: tuple[PlacedImage, ...] = ()
     """Images of the response, which tools answered with, in order; starts count its tokens."""
+    routes: tuple[GenerationRoutes, ...] = ()
+    """Routes of the prompt and the response, in order; each entry continues the one before it,
+    unless the context was reset in between. Files of trees leave them out."""
 
     def __post_init__(self) -> None:
         _check_lengths(

@@ -37,12 +37,14 @@ class EngineHost:
         on_gpu: bool = False,
         dtype: Dtype = Dtype.auto,
         load_weights: bool = True,
+        return_routes: bool = False,
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, child_end = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            args=(child_end, config, str(model), log_path, on_gpu, dtype, load_weights),
+            args=(child_end, config, str(model), log_path, on_gpu),
+            kwargs={"dtype": dtype, "load_weights": load_weights, "return_routes": return_routes},
             daemon=False,
         )
         self.process.start()
@@ -86,8 +88,7 @@ def _serve(
     model: str,
     log_path: Path,
     on_gpu: bool,
-    dtype: Dtype,
-    load_weights: bool,
+    **options: Any,
 ) -> None:
     from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -97,11 +98,11 @@ def _serve(
     os.dup2(output, 2)
     set_vllm_environment(config, on_gpu=on_gpu, log_path=log_path)
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # tests send functions to the workers
-    asyncio.run(_answer_calls(pipe, config, model, dtype, load_weights))
+    asyncio.run(_answer_calls(pipe, config, model, options))
 
 
 async def _answer_calls(
-    pipe: Connection, config: EngineConfig, model: str, dtype: Dtype, load_weights: bool
+    pipe: Connection, config: EngineConfig, model: str, options: dict[str, Any]
 ) -> None:
     from mega_agentrl.generator.engine import Engine
 
@@ -116,7 +117,7 @@ async def _answer_calls(
             loop.call_soon_threadsafe(calls.put_nowait, (0, "exit", ()))
 
     threading.Thread(target=read, daemon=True).start()
-    engine = await Engine().start(config, model, seed=1, dtype=dtype, load_weights=load_weights)
+    engine = await Engine().start(config, model, seed=1, **options)
     extra = {"version": lambda: _value(engine.version), "ready": lambda: _value(None)}
     extra["rpc"] = lambda *args: engine._llm.collective_rpc(*args)
     extra["start_and_cancel"] = lambda request: _start_and_cancel(engine, request)

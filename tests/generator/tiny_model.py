@@ -12,9 +12,12 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 EOS_ID = 2
@@ -46,6 +49,37 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 1.0, **changes: i
     return write_tokenizer(folder, shape["vocab_size"])
 
 
+def write_moe_model(folder: Path, *, seed: int = 0, scale: float = 4.0) -> Path:
+    """Write a tiny Qwen3 with eight experts of which a token uses two, and its tokenizer."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(scale)
+    model.save_pretrained(folder)
+    return write_tokenizer(folder, config.vocab_size)
+
+
 def write_tokenizer(folder: Path, vocab: int) -> Path:
     """A token a word, `w5` and so on."""
     words = ["<pad>", "<unk>", "<eos>", "</python>", "</search>"]
@@ -71,6 +105,13 @@ def logits_of(folder: Path, prompt: tuple[int, ...], response: tuple[int, ...]) 
     """[T, V] float32 logits that predict each response token."""
     ids = torch.tensor([[*prompt, *response]])
     return _loaded(folder)(ids).logits[0, len(prompt) - 1 : -1].float()
+
+
+@torch.no_grad()
+def router_logits_of(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
+    """[N, L, E] float32 logits of the routers of the L layers with experts."""
+    output = _loaded(folder)(torch.tensor([list(token_ids)]), output_router_logits=True)
+    return torch.stack(output.router_logits, dim=1).float()
 
 
 def check_against_transformers(folder, request, got):

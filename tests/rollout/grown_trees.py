@@ -48,7 +48,7 @@ configs = st.builds(
 )
 
 
-def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
+def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1, **options):
     """Trees of prompts ``set/0``, ``set/1``, ..., scored."""
     prompts = [
         make_prompt(f"set/{i}", "Q", extra_info={"index": i}, tools_kwargs={"python": {"a": [1]}})
@@ -60,6 +60,7 @@ def grow(config, *, seed=1, generator=None, tools=None, num_prompts=1):
         tools=tools or FakeTools(),
         max_model_len=140,
         seed=seed,
+        **options,
     )
     work = collect_rollouts(prompts, FakeRubric(), context)
     return run_virtually(asyncio.wait_for(work, 20))

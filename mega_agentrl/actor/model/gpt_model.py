@@ -34,6 +34,7 @@ from mega_agentrl.actor.model.rotary_embedding import (
     PackedRotaryEmbedding,
     set_attention_factor,
 )
+from mega_agentrl.actor.model.route_replay import install_replay
 from mega_agentrl.actor.model.vision_tower import build_vision_tower, encode_images
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
 from mega_agentrl.config.enums import Recompute, TreeAttention
@@ -304,6 +305,8 @@ def build_model_chunks(
             recompute = parallel.recompute is Recompute.full
             chunk.vision = build_vision_tower(shape.vision, dtype, recompute=recompute)
         set_grad_sync_flags(chunk, shape, sequence=config.sequence_parallel)
+        if shape.moe is not None:
+            install_replay(chunk, shape.moe.moe_layer_pattern, groups)
     return chunks
 
 

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from mega_agentrl.actor.model.route_replay import RouteLog
     from mega_agentrl.actor.training.packing import MicroBatch
 
 
@@ -79,6 +80,8 @@ class PackedTreeParams(PackedSeqParams):
     """`[G + 1]` first token of each tree in the packed tokens of all context ranks, and W."""
     branches: tuple[Branch, ...] = ()
     """All branches in order."""
+    route_log: RouteLog | None = None
+    """Routes of the tokens, for layers with experts."""
     context_rank: int = 0
     context_size: int = 1
     _biases_by_dtype: dict[torch.dtype, list[torch.Tensor | None]] = field(
@@ -104,6 +107,7 @@ class PackedTreeParams(PackedSeqParams):
             rotary_position_3S=getattr(micro, "rotary_position_3S", None),
             start_G=start_G,
             branches=micro.branches,
+            route_log=getattr(micro, "route_log", None),
             context_rank=micro.context_rank,
             context_size=micro.context_size,
         )

@@ -41,9 +41,11 @@ import numpy as np
 import torch
 
 from mega_agentrl.actor.model.attention_plan import Branch
+from mega_agentrl.actor.model.route_replay import RouteLog
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, tree_length_multiple
 from mega_agentrl.batch.tree_order import shared_between
 from mega_agentrl.reshard.layout import round_up
+from mega_agentrl.types.routes import token_keys, unrouted
 from mega_agentrl.vision.positions import rotary_positions
 
 if TYPE_CHECKING:
@@ -121,6 +123,8 @@ class MicroBatch:
     (`vision.positions.rotary_positions`); None for a text model."""
     images: MicroBatchImages | None = None
     """The images whose placeholders this context rank holds; None if it holds none."""
+    route_log: RouteLog | None = None
+    """Routes of the tokens, to be replayed or recorded; None if each layer uses its own."""
 
     def predicted_mask(self, num_positions: int) -> torch.Tensor:
         """Return `[R, T]` bool, the evaluated tokens that this context rank predicts."""
@@ -146,6 +150,9 @@ class _PackedInputs:
     branches: tuple[Branch, ...]
     packed_index_R: tuple[np.ndarray, ...]
     """For each row, the index among the W packed tokens of each token of its input."""
+    row_W: np.ndarray
+    """`[W]` int64 index among the packed rows of the first one that contains each token; -1 in the
+    padding."""
 
 
 def pack_rows(
@@ -158,6 +165,7 @@ def pack_rows(
     context_rank: int = 0,
     context_size: int = 1,
     has_images: bool = False,
+    is_recording: bool = False,
 ) -> MicroBatch:
     """Pack rows of a data rank for one context rank.
 
@@ -171,6 +179,7 @@ def pack_rows(
         context_rank: The rank whose tokens are returned.
         context_size: Number of context ranks.
         has_images: Whether the model sees images, so that its tokens have three positions.
+        is_recording: Whether to record the routes of the tokens.
 
     Raises:
         ValueError: For images of a model without a vision tower, and for an image that is placed at
@@ -221,6 +230,9 @@ def pack_rows(
         context_size=context_size,
         rotary_position_3S=None if rotary_3W is None else tensor(rotary_3W[:, packed_index_S]),
         images=_place_images(images, inputs.packed_index_R, local_index_W, device),
+        route_log=_make_route_log(
+            rows, indices, inputs, packed_index_S, device, is_recording=is_recording
+        ),
     )
 
 
@@ -250,6 +262,47 @@ def _check_places(
                     f"{sorted(found)}; expected placeholders, which have the same id in all rows; "
                     "probable cause: a start that counts the tokens of another sequence"
                 )
+
+
+def _make_route_log(
+    rows: PackedRows,
+    indices: Sequence[int],
+    inputs: _PackedInputs,
+    packed_index_S: np.ndarray,
+    device: torch.device,
+    *,
+    is_recording: bool,
+) -> RouteLog | None:
+    """Return the routes of the packed tokens at `packed_index_S`; None without any to replay."""
+    if rows.routes is None and not is_recording:
+        return None
+    row_S, position_S = inputs.row_W[packed_index_S], inputs.position_W[packed_index_S]
+    number_S = np.append(rows.row_R[list(indices)], -1)[row_S]
+    expert_SLK, expected_digest = None, 0
+    if rows.routes is not None:
+        routes = rows.routes
+        nothing = routes.before(0).resized(1)
+        target_SLK = np.repeat(nothing.expert_NLK, len(row_S), axis=0)
+        for number, stored_N in enumerate(rows.stored_indices(indices)):
+            is_row_S = row_S == number
+            index_N = stored_N[position_S[is_row_S]]
+            target_SLK[is_row_S] = routes.expert_NLK[index_N]
+            expected_digest += int(routes.digest_N[index_N].sum(dtype=np.int64))
+        is_known_S = (target_SLK != unrouted(target_SLK.dtype)).all(axis=(1, 2))
+        expert_SLK = np.where(is_known_S[:, None, None], target_SLK.astype(np.int16), -1)
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(device)
+
+    key_S = token_keys(position_S.astype(np.int64), inputs.token_W[packed_index_S].astype(np.int64))
+    return RouteLog(
+        key_S=tensor(key_S),
+        row_S=number_S.astype(np.int64),
+        position_S=position_S.astype(np.int64),
+        expert_SLK=None if expert_SLK is None else tensor(expert_SLK.astype(np.int16)),
+        expected_digest=expected_digest,
+        is_recording=is_recording,
+    )
 
 
 def _place_images(
@@ -316,7 +369,7 @@ def _pack_inputs(
     length_R = rows.input_length_R[list(indices)]
     shared_R = shared_between(rows.shared_input_length_R, indices)
     tree_multiple = tree_length_multiple(context_size)
-    tokens, positions, packed_index, branches = [], [], [], []
+    tokens, positions, packed_index, branches, row_index = [], [], [], [], []
     rotary: list[np.ndarray] = []
     start_G, num_packed = [], 0
     # Indices and runs of the packed tokens of the current row.
@@ -336,6 +389,7 @@ def _pack_inputs(
         runs.append((num_packed, stop))
         tokens += [sequence[num_shared:length], np.zeros(num_padding, dtype=np.int64)]
         positions.append(np.arange(num_shared, length + num_padding))
+        row_index += [np.full(length - num_shared, number), np.full(num_padding, -1)]
         if images_R is not None:
             rotary_3L = rotary_positions(length + num_padding, images_R[number])
             rotary.append(rotary_3L[:, num_shared:])
@@ -352,6 +406,7 @@ def _pack_inputs(
         branches.append(Branch(start=num_packed, stop=num_packed + num_missing, path=()))
         tokens.append(np.zeros(num_missing, dtype=np.int64))
         positions.append(np.arange(num_missing))
+        row_index.append(np.full(num_missing, -1))
         rotary.append(rotary_positions(num_missing, ()))
     return _PackedInputs(
         token_W=np.concatenate(tokens),
@@ -360,6 +415,7 @@ def _pack_inputs(
         start_G=(*start_G, num_packed + num_missing),
         branches=tuple(branches),
         packed_index_R=tuple(packed_index),
+        row_W=np.concatenate(row_index),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute, TreeAttention
+from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute, RouterReplay, TreeAttention
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TOKENS, Length, Range, Section
 
@@ -25,6 +25,11 @@ class ModelConfig(Section, key="model"):
     tree_attention: TreeAttention = TreeAttention.auto
     """Kernel of the attention, also of the critic and a reward model. With Transformer Engine it
     is used in micro-batches whose trees have forks (`batch.trees`)."""
+    router_replay: RouterReplay = RouterReplay.sampled
+    """Whose routes a mixture-of-experts model replays in training, so that log-probs differ from
+    those of the engine, or of the log-prob pass, by the update alone and not by experts that
+    rounding has exchanged. The reference model uses its own. Models without experts have nothing to
+    replay."""
     freeze_vision: bool = False
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by

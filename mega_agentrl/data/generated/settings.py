@@ -72,6 +72,8 @@ class TaskSettings:
     """Maximum number of tokens."""
     num_layers: int = 2
     hidden_size: int = 128
+    num_experts: int = 0
+    """Experts of each layer, of which a token uses two; 0 for a dense model."""
     blank_images: bool = False
     """Whether the pictures of the task `vision` show nothing, to test that runs read pictures."""
 
@@ -86,8 +88,13 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if name not in ("task", "seed", "blank_images") and value < 1:
+            if name not in ("task", "seed", "blank_images", "num_experts") and value < 1:
                 raise ValueError(f"{name}={value}: expected at least 1")
+        if self.num_experts and (self.num_experts < 4 or self.task is GeneratedTask.vision):
+            raise ValueError(
+                f"num_experts={self.num_experts}: expected 0, or at least 4 with another task than "
+                f"vision, got {self.task}"
+            )
         if self.blank_images and self.task is not GeneratedTask.vision:
             raise ValueError(f"blank_images: expected task=vision, got {self.task} without images")
 

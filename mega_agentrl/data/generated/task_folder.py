@@ -1,7 +1,7 @@
 """Writes the folder of a generated task: data in the RL format, demonstrations and a tiny model.
 
 The writer creates `train.parquet`, `dev.parquet`, `validation.parquet`, `demonstrations.parquet`,
-`model/` (a small random Qwen3, or Qwen2.5-VL, with its tokenizer), and finally the stamp
+`model/` (a small random Qwen3, Qwen3-MoE or Qwen2.5-VL, with its tokenizer), and finally the stamp
 (`settings`). A task writes its further files before that.
 """
 
@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils import logging
 
 from mega_agentrl.data.generated.settings import TaskSettings, remove_stamp, write_stamp
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
 
 NUM_TOKENIZER_DIALOGUES = 2000
 HEAD_DIM = 32
+EXPERTS_PER_TOKEN = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,7 @@ def write_task_folder(folder: Path, settings: TaskSettings, content: TaskContent
         tokenizer,
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
+        num_experts=settings.num_experts,
         seed=settings.seed,
         has_images=content.vocabulary.has_images,
     )
@@ -78,11 +86,12 @@ def write_model(
     num_layers: int,
     hidden_size: int,
     seed: int,
+    num_experts: int = 0,
     has_images: bool = False,
 ) -> None:
     """Write a tiny model with random weights: config, weights, tokenizer and chat template.
 
-    It is a Qwen3, or with images a Qwen2.5-VL.
+    It is a Qwen3, with experts a Qwen3-MoE, or with images a Qwen2.5-VL.
 
     Raises:
         ValueError: `hidden_size` does not give an even number of heads.
@@ -112,11 +121,14 @@ def write_model(
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = (
-            make_vision_model(text_config, tokenizer)
-            if has_images
-            else Qwen3ForCausalLM(Qwen3Config(**text_config))
-        )
+        if has_images:
+            model = make_vision_model(text_config, tokenizer)
+        elif num_experts:
+            experts = {"num_experts": num_experts, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+            experts |= {"moe_intermediate_size": hidden_size // 2, "norm_topk_prob": True}
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**text_config, **experts))
+        else:
+            model = Qwen3ForCausalLM(Qwen3Config(**text_config))
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     logging.disable_progress_bar()

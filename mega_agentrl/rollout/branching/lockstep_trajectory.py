@@ -257,6 +257,7 @@ class LockstepTrajectory:
             entropies=(0.0,),
             argmax_ids=(self._context.codec.eos_id,),
             top_logps=(),
+            routes=None,
         )
         self.token_buffer.append_sampled(end)
 

@@ -26,7 +26,7 @@ computes once (`batch.packing`), and a session ends with its last answer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.rollout.gateway.matching import assistant_key, block_key
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
+from mega_agentrl.types.routes import join_routes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.gateway.encoding import BlockEncoder
     from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.records import Generation, Message, Prompt, ToolCall
+    from mega_agentrl.types.routes import TokenRoutes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,6 +98,21 @@ class Block:
         """The messages up to and including this block."""
         blocks = ((*block.messages, block.answer) for block in self.chain)
         return tuple(message for messages in blocks for message in messages if message is not None)
+
+    @property
+    def routes(self) -> list[TokenRoutes]:
+        """Routes of consecutive parts of the context up to and including this block."""
+        generations = (block.generation for block in self.chain)
+        return [
+            generation.routes
+            for generation in generations
+            if generation is not None and generation.routes is not None
+        ]
+
+    @property
+    def num_routed(self) -> int:
+        """Number of leading tokens of the context whose routes are known."""
+        return self.routes[-1].stop if self.routes else 0
 
     def context(self) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Return the token ids and the images of the context up to and including this block."""
@@ -326,15 +343,18 @@ class _ResponseWriter:
             self._tail = block
 
     def _write_answer(self, block: Block, parent: Block) -> None:
-        assert block.generation is not None
+        generation = block.generation
+        assert generation is not None
         if self._tail is not parent:
+            if generation.routes is not None:
+                generation = replace(generation, routes=join_routes(block.routes))
             token_ids, images = parent.context()
             start = len(self.token_buffer)
             self.context_resets.append(
                 ContextReset(start=start, token_ids=token_ids, images=images)
             )
         self.positions[block] = len(self.token_buffer)
-        self.token_buffer.append_sampled(block.generation)
+        self.token_buffer.append_sampled(generation)
         self.token_buffer.close_turn(self._encoder.decode(block.token_ids))
         self._tail = block
 

@@ -472,6 +472,7 @@ class AgentSession:
             token_ids=(*engine_request.token_ids, *piece.token_ids),
             max_tokens=max_tokens - len(piece.token_ids),
             seed=self._seed(pending, 1),
+            routes_start=engine_request.routes_start if piece.routes is None else piece.routes.stop,
         )
         generation = await self._generate(rest)
         return merge_generations(
@@ -514,6 +515,7 @@ class AgentSession:
             seed=self._seed(pending, 0),
             stop=pending.request.stop,
             images=images,
+            routes_start=pending.block.num_routed if context.with_routes else None,
         )
 
     def _seed(self, pending: _PendingRequest, piece: int) -> int | None:

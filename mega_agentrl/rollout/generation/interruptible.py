@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.generation.turn_generator import continuation_seed, ends_with_partial_stop
 from mega_agentrl.types.records import FinishReason, Generation
+from mega_agentrl.types.routes import join_routes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,6 +129,7 @@ class InterruptibleGenerator:
             token_ids=(*request.token_ids, *token_ids),
             max_tokens=1 if ends_in_partial_stop else request.max_tokens - len(token_ids),
             seed=None if request.seed is None else continuation_seed(request.seed, len(token_ids)),
+            routes_start=_next_routes_start(request, pieces),
         )
 
     def _combined_finish(
@@ -162,6 +164,12 @@ def _concat_token_ids(pieces: Sequence[Generation]) -> tuple[int, ...]:
     return tuple(token for piece in pieces for token in piece.token_ids)
 
 
+def _next_routes_start(request: GenerateRequest, pieces: Sequence[Generation]) -> int | None:
+    """Return the first token whose routes no piece has."""
+    known = [piece.routes.stop for piece in pieces if piece.routes is not None]
+    return known[-1] if known else request.routes_start
+
+
 def merge_generations(
     pieces: Sequence[Generation], finish: FinishReason, stop: str | None
 ) -> Generation:
@@ -174,6 +182,7 @@ def merge_generations(
         for piece in pieces
         for version in piece.versions or (piece.version,) * len(piece.token_ids)
     )
+    routes = [piece.routes for piece in pieces if piece.routes is not None]
     return Generation(
         request_id=last.request_id,
         token_ids=_concat_token_ids(pieces),
@@ -185,13 +194,16 @@ def merge_generations(
         version=last.version,
         top_logps=tuple(row for piece in pieces for row in piece.top_logps),
         versions=versions,
+        routes=join_routes(routes) if routes else None,
     )
 
 
 def truncate_generation(generation: Generation, max_tokens: int) -> Generation:
     """Return the first `max_tokens` of a generation, which then ends for length."""
-    if len(generation.token_ids) <= max_tokens:
+    num_dropped = len(generation.token_ids) - max_tokens
+    if num_dropped <= 0:
         return generation
+    routes = generation.routes
     return replace(
         generation,
         token_ids=generation.token_ids[:max_tokens],
@@ -203,4 +215,5 @@ def truncate_generation(generation: Generation, max_tokens: int) -> Generation:
         version=generation.versions[max_tokens - 1] if generation.versions else generation.version,
         top_logps=generation.top_logps[:max_tokens],
         versions=generation.versions[:max_tokens],
+        routes=None if routes is None else routes.before(routes.stop - num_dropped),
     )

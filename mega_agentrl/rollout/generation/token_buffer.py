@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.types.images import images_within
-from mega_agentrl.types.records import Role, Turn
+from mega_agentrl.types.records import GenerationRoutes, Role, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,8 @@ class TokenBuffer:
     argmax_ids: array[int] = field(default_factory=lambda: array("i"))
     images: tuple[PlacedImage, ...] = ()
     """Images among the tokens, in order."""
+    routes: tuple[GenerationRoutes, ...] = ()
+    """Routes of the tokens and of the contexts before them, in order."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -51,8 +53,25 @@ class TokenBuffer:
         """Number of closed assistant turns."""
         return sum(turn.role is Role.assistant for turn in self.turns)
 
+    def num_routed(self, context_start: int = 0) -> int:
+        """Return how many leading tokens of the current context have known routes.
+
+        `context_start` is the number of response tokens before the last reset of the context.
+        """
+        if not self.routes or self.routes[-1].response_start < context_start:
+            return 0
+        return self.routes[-1].routes.stop
+
     def append_sampled(self, generation: Generation) -> None:
         """Append sampled tokens to the open turn."""
+        if (routes := generation.routes) is not None:
+            # The last sampled token has no routes.
+            context_length = routes.stop + 1 - len(generation.token_ids)
+            self.routes += (
+                GenerationRoutes(
+                    response_start=len(self), context_length=context_length, routes=routes
+                ),
+            )
         self.token_ids.extend(generation.token_ids)
         self.logps.extend(generation.logps)
         self.entropies.extend(generation.entropies)
@@ -104,6 +123,9 @@ class TokenBuffer:
             turns=[turn for turn in self.turns if turn.stop <= length],
             argmax_ids=self.argmax_ids[:length],
             images=images_within(self.images, length),
+            routes=tuple(
+                part.before(length) for part in self.routes if part.response_start < length
+            ),
         )
 
     def record_fields(self) -> dict[str, Any]:

@@ -136,6 +136,7 @@ class TurnGenerator:
             stop=context.tools.stop_strings,
             num_top_logps=num_top_logps,
             images=await self._context_images(),
+            routes_start=self._routes_start(),
         )
         work = generate_or_abort(context.generator, request)
         return await self.spans.trace_generate(request, work)
@@ -166,6 +167,13 @@ class TurnGenerator:
             return (*self._prompt.token_ids, *self._token_buffer.token_ids)
         last = self.context_resets[-1]
         return (*last.token_ids, *self._token_buffer.token_ids[last.start :])
+
+    def _routes_start(self) -> int | None:
+        if not self._context.with_routes:
+            return None
+        return self._token_buffer.num_routed(
+            self.context_resets[-1].start if self.context_resets else 0
+        )
 
     async def _context_images(self) -> tuple[PlacedImage, ...]:
         """Return the images before the next token, with their pixels."""

@@ -158,6 +158,7 @@ async def _sample_greedy_trajectory(
         temperature=0.0,
         step=f"{context.step}-greedy",
         with_greedy=False,
+        with_routes=False,
     )
     tree = await sample_tree(greedy_context, prompt, prompt_key, tasks)
     return tree.trajectories[0]

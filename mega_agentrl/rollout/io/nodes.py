@@ -10,7 +10,8 @@ a sequence of whole nodes. A node ends where its turn ends, or where a path leav
 The turn is part of its last node. Nodes 6 and 7 end two turns that begin in node 5.
 
 A leaf names the last node of its path and holds the remaining fields of the trajectory, such as
-stop reason, score and decisions. `to_rollout_tree(to_node_tree(tree))` restores the tree exactly.
+stop reason, score and decisions. `to_rollout_tree(to_node_tree(tree))` restores the tree exactly,
+but for the routes of its tokens.
 `tree_file` reads and writes node trees.
 """
 
@@ -34,6 +35,8 @@ TOKEN_FIELDS = ("token_ids", "loss_mask", "logps", "entropies", "versions")
 _PER_TOKEN_FIELDS = (*TOKEN_FIELDS, "argmax_ids")
 NODE_FIELDS = frozenset({*TOKEN_FIELDS, "argmax_ids", "prompt", "turn_ids", "turns"})
 """Fields of a trajectory that are restored from its nodes and the tree."""
+LEFT_OUT_FIELDS = frozenset({"routes"})
+"""Fields of a trajectory that only training needs."""
 TREE_FIELDS = frozenset({"prompt", "trajectories"})
 """Fields of a rollout tree that are restored from its leaves and prompt."""
 
@@ -83,7 +86,7 @@ class TreeLeaf:
     last_node: int | None
     """Index of the last node of the path; None without turns."""
     record_fields: Mapping[str, Any]
-    """Fields of the `Trajectory`, by name, that are not in `NODE_FIELDS`."""
+    """Fields of the `Trajectory`, by name, that are neither in `NODE_FIELDS` nor left out."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -158,7 +161,7 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
         leaves.append(
             TreeLeaf(
                 last_node=chain[-1] if chain else None,
-                record_fields=_remaining_fields(trajectory, NODE_FIELDS),
+                record_fields=_remaining_fields(trajectory, NODE_FIELDS | LEFT_OUT_FIELDS),
             )
         )
     record_fields = _remaining_fields(tree, TREE_FIELDS)

@@ -36,6 +36,7 @@ from mega_agentrl.rollout.io.image_files import (
     write_images,
 )
 from mega_agentrl.rollout.io.nodes import (
+    LEFT_OUT_FIELDS,
     NODE_FIELDS,
     TREE_FIELDS,
     NodeTree,
@@ -114,7 +115,7 @@ _LINE_HEAD = {
     "leaves": list[dict[str, Any]],
 }
 _StoredLine = _stored_class(RolloutTree, TREE_FIELDS, **_LINE_HEAD)
-_StoredLeaf = _stored_class(Trajectory, NODE_FIELDS, last_node=int | None)
+_StoredLeaf = _stored_class(Trajectory, NODE_FIELDS | LEFT_OUT_FIELDS, last_node=int | None)
 
 
 def write_trees(path: Path, trees: Sequence[RolloutTree], *, stage: str, step: int) -> None:

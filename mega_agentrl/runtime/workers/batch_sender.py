@@ -87,7 +87,11 @@ class BatchSender:
         update; another update of the batch sends all rows again.
         """
         scored, self._scored_batch = self._scored_batch, None
-        if scored is not None and scored.response() is not batch.response_BT:
+        if scored is not None and (
+            scored.response() is not batch.response_BT
+            # The ranks have not seen routes that they have recorded since.
+            or (scored.rows.routes is None and batch.routes_B is not None)
+        ):
             scored = None
         shards = self._sharder.update_shards(
             batch,

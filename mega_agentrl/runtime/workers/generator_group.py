@@ -62,6 +62,7 @@ class EngineActor:
         log_file: str,
         deterministic: bool,
         gpus: str | None = None,
+        return_routes: bool = False,
     ) -> None:
         """Redirect the output; vLLM is imported by `start`.
 
@@ -72,6 +73,7 @@ class EngineActor:
             log_file: File for the process's output.
             deterministic: Whether results must be reproducible bit by bit.
             gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
+            return_routes: Whether to return the experts of each token of a model that has experts.
         """
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
@@ -80,6 +82,7 @@ class EngineActor:
         self._on_gpu = on_gpu
         self._deterministic = deterministic
         self._gpus = gpus
+        self._return_routes = return_routes
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
@@ -105,6 +108,7 @@ class EngineActor:
             deadline_s=timeout_s,
             deterministic=deterministic,
             colocated=self._gpus is not None,
+            return_routes=self._return_routes,
         )
         if self._gpus is not None:
             await self._engine.sleep()
@@ -177,7 +181,13 @@ class GeneratorGroup:
             log_file = str(log_folder / f"engine{index}.log")
             gpus = None if shared_gpus is None else shared_gpus(index)
             return actor_class.options(scheduling_strategy=placement.for_engine(index)).remote(
-                engine, config.model.dtype, on_gpu, log_file, config.deterministic, gpus
+                engine,
+                config.model.dtype,
+                on_gpu,
+                log_file,
+                config.deterministic,
+                gpus,
+                config.replays_sampled_routes,
             )
 
         actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS, unpack_scores
+from mega_agentrl.config.enums import RouterReplay
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
     PolicyRankDiedError,
@@ -26,6 +28,7 @@ from mega_agentrl.runtime.remote_calls import (
 )
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
+from mega_agentrl.types.routes import merge_recorded_routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,6 +71,7 @@ RANK_OPERATIONS = {
     "load_hf": RankOperation(label="load weights", needs_gpu=True),
     "memory_stats": RankOperation(),
     "reset_optimizer": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "recorded_routes": RankOperation(),
     "save_checkpoint": RankOperation(needs_gpu=True, is_between_syncs=True),
     "set_gpu_resident": RankOperation(),
     "set_objective": RankOperation(needs_gpu=True, is_between_syncs=True),
@@ -232,6 +236,8 @@ class PolicyGroup(RankGroup):
         shards = self._sender.send_for_scoring(batch)
         logp_BT, entropy_BT = self._score(batch, shards, reference=False)
         batch = batch.with_fields(old_logp_BT=logp_BT, entropy_BT=entropy_BT)
+        if self._config.model.router_replay is RouterReplay.old:
+            batch = self._with_recorded_routes(batch)
         if self._config.algo.needs_reference:
             ref_logp_BT, _ = self._score(batch, shards, reference=True)
             batch = batch.with_fields(ref_logp_BT=ref_logp_BT)
@@ -242,6 +248,21 @@ class PolicyGroup(RankGroup):
     ) -> tuple[torch.Tensor, ...]:
         answers = self.call_data_ranks("compute_log_probs", shards, reference)
         return unpack_scores(answers, batch.length_B, batch.response_BT.size(1))
+
+    def _with_recorded_routes(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with the routes that the ranks recorded in the log-prob pass."""
+        parts = [part for answer in self.call_all("recorded_routes") for part in answer]
+        moe = ModelShape.from_folder(self._config.model.path).moe
+        if moe is None or not parts:
+            return batch
+        lengths = [
+            len(prompt) + length
+            for prompt, length in zip(batch.prompt_ids, batch.length_B.tolist(), strict=True)
+        ]
+        num_layers = sum(moe.moe_layer_pattern)
+        return batch.with_fields(
+            routes_B=merge_recorded_routes(parts, lengths, num_layers, moe.num_experts)
+        )
 
     def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
         """Train on the batch and return the stats of rank 0.

@@ -16,7 +16,16 @@ from tests.fakes import make_context
 from tests.rollout.chat_run import make_kit, prompt_for
 
 
-def make_session_scope(codec, generator, *, kit=None, images=None, max_model_len=10_000, **options):
+def make_session_scope(
+    codec,
+    generator,
+    *,
+    kit=None,
+    images=None,
+    max_model_len=10_000,
+    with_routes=False,
+    **options,
+):
     """The scope of a root over real tools and a template; `options` are of `rollout.*`."""
     kit = kit or make_kit(codec)
     defaults = {
@@ -33,6 +42,7 @@ def make_session_scope(codec, generator, *, kit=None, images=None, max_model_len
         codec=codec,
         max_model_len=max_model_len,
         images=images,
+        with_routes=with_routes,
     )
     prompt = prompt_for(codec, kit)
     spans = TrajectorySpans(None, prompt, "p0/0/0", 0, None)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
+from mega_agentrl.rollout.generation.interruptible import (
+    InterruptibleGenerator,
+    truncate_generation,
+)
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.fakes import EOS, CharCodec, FakeGenerator, turns
+from tests.rollout.routed_engine import RoutedEngine, routes_of
 from tests.rollout.stepped_engine import SteppedGenerator
 
 STOPS = ("</search>", "</python>")
@@ -147,3 +153,16 @@ async def test_cancelling_an_interrupted_request_leaves_nothing():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert interruptible.num_waiting == 0 and not engine.running
+
+
+async def test_an_interrupted_request_has_the_routes_of_all_its_tokens():
+    request = replace(_request(), routes_start=1)
+    engine = RoutedEngine(SteppedGenerator(turns(TEXTS[3])))
+    got = await _interrupt(engine, request, [2, 3, 1])
+    tokens = (*request.token_ids, *got.token_ids)
+    expected = routes_of(tokens, 1, len(tokens) - 1)
+    assert engine.num_requests > 1
+    assert np.array_equal(got.routes.expert_NLK, expected.expert_NLK)
+    assert engine.num_routes == expected.num_tokens
+    cut = truncate_generation(got, 5).routes
+    assert (cut.start, cut.stop) == (1, len(request.token_ids) + 4)
