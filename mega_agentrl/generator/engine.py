@@ -36,6 +36,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Self
 
-    import numpy as np
     from vllm.inputs.engine import MultiModalInput, TokensInput
 
     from mega_agentrl.config.sections.runtime import EngineConfig
@@ -576,6 +576,22 @@ class Engine:
             choices[token].logprob
             for choices, token in zip(output.prompt_logprobs[1:], token_ids[1:], strict=True)
         ]
+
+    async def probe_layers(self, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the values of a prompt's tokens by point (`reshard.verify.layer_mismatch`).
+
+        For an engine without tensor parallelism, in eager mode.
+
+        Raises:
+            RuntimeError: If requests are refused.
+        """
+        await self._call_workers("layer_probe_start", len(token_ids))
+        try:
+            log_probs = await self.compute_prompt_log_probs(token_ids)
+        finally:
+            answers = await self._call_workers("layer_probe_finish")
+        values: dict[str, np.ndarray] = pickle.loads(answers[0])
+        return values | {"log_probs": np.array(log_probs)}
 
     async def _check_workers(self, version: int) -> None:
         """If any worker has failed, refuse all requests and raise `RuntimeError`."""

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.generator.entropy_tap import tap_sampler
+from mega_agentrl.generator.layer_probe import LayerProbe
 from mega_agentrl.generator.route_capture import install_route_capture
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.layout import PackedLayout
@@ -45,6 +46,15 @@ class WorkerExtension:
     def routes_install(self) -> None:
         """Make the model runner return the experts of each token; called once after the start."""
         install_route_capture(self.model_runner)
+
+    def layer_probe_start(self, num_tokens: int) -> None:
+        """Record the layers' values in the next pass over this number of tokens."""
+        self._layer_probe = LayerProbe(self.model_runner.get_model(), num_tokens)
+
+    def layer_probe_finish(self) -> bytes:
+        """Return the pickled values by point, and stop recording."""
+        self._layer_probe.close()
+        return pickle.dumps(self._layer_probe.values)
 
     def peak_memory_mib(self) -> dict[str, float]:
         """Return this worker's peak memory in MiB.

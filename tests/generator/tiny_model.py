@@ -49,7 +49,9 @@ def write_model(folder: Path, *, seed: int = 0, scale: float = 1.0, **changes: i
     return write_tokenizer(folder, shape["vocab_size"])
 
 
-def write_moe_model(folder: Path, *, seed: int = 0, scale: float = 4.0) -> Path:
+def write_moe_model(
+    folder: Path, *, num_layers: int = 3, seed: int = 0, scale: float = 4.0
+) -> Path:
     """Write a tiny Qwen3 with eight experts of which a token uses two, and its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
@@ -60,7 +62,7 @@ def write_moe_model(folder: Path, *, seed: int = 0, scale: float = 4.0) -> Path:
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         mlp_only_layers=[1],
         num_attention_heads=4,
         num_key_value_heads=2,

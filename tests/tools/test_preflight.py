@@ -16,6 +16,7 @@ RECIPES = {
     "qwen3_32b_64gpu": ("qwen3-32b", 64),
     "qwen2_5_72b_64gpu": ("qwen2.5-72b", 64),
     "qwen2_5_72b_32k_64gpu": ("qwen2.5-72b", 64),
+    "qwen3_30b_a3b_32gpu": ("qwen3-30b-a3b", 32),
     "qwen3_235b_a22b_512gpu": ("qwen3-235b-a22b", 512),
 }
 
