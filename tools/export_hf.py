@@ -1,10 +1,11 @@
 """Converts a training checkpoint to a Hugging Face folder that transformers and vLLM load.
 
-    python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER
+    python tools/export_hf.py CHECKPOINT --model FOLDER --out FOLDER [--adapter]
 
 CHECKPOINT is a checkpoint folder (with a manifest.json) of any parallel layout, or a run folder,
-whose newest checkpoint is taken; `--model` is the folder that training started from. It needs one
-process and no GPU.
+whose newest checkpoint is taken; `--model` is the folder that training started from. Adapters
+(`model.lora`) are merged into its weights; `--adapter` writes them alone, as a PEFT folder. It
+needs one process and no GPU.
 """
 
 from __future__ import annotations
@@ -30,10 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=str(Dtype.auto),
         help="dtype of the written weights; auto: as trained",
     )
+    parser.add_argument("--adapter", action="store_true", help="write a PEFT folder of adapters")
     args = parser.parse_args(arguments)
     try:
         checkpoint = _checkpoint(args.checkpoint)
-        _write(checkpoint, args.model, args.out, Dtype(args.dtype))
+        if args.adapter:
+            _write_adapter(checkpoint, args.model, args.out)
+        else:
+            _write(checkpoint, args.model, args.out, Dtype(args.dtype))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -60,6 +65,12 @@ def _write(checkpoint: Path, model: Path, target: Path, dtype: Dtype) -> None:
 
     chosen = None if dtype is Dtype.auto else getattr(torch, dtype)
     convert_checkpoint_to_hf(checkpoint, model, target, dtype=chosen)
+
+
+def _write_adapter(checkpoint: Path, model: Path, target: Path) -> None:
+    from mega_agentrl.actor.checkpoint.peft_folder import convert_checkpoint_to_peft
+
+    convert_checkpoint_to_peft(checkpoint, model, target)
 
 
 if __name__ == "__main__":

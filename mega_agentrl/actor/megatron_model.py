@@ -24,12 +24,15 @@ import torch.distributed as dist
 from mega_agentrl.actor import device
 from mega_agentrl.actor.checkpoint import save_load
 from mega_agentrl.actor.checkpoint.hf_export import export_hf_folder
+from mega_agentrl.actor.checkpoint.peft_folder import read_peft_folder
 from mega_agentrl.actor.model.gpt_model import (
     build_model_chunks,
     check_parameter_shapes,
     release_moe_routing_graph,
+    set_grad_sync_flags,
     wrap_with_ddp,
 )
+from mega_agentrl.actor.model.lora import attach_adapters, init_adapters
 from mega_agentrl.actor.model.route_replay import router_part
 from mega_agentrl.actor.parallel import process_groups
 from mega_agentrl.actor.training.offload import Offloader, require_on_device
@@ -38,7 +41,9 @@ from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, selected_
 from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import LrSchedule
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.reshard.hf_checkpoint import read_shards
+from mega_agentrl.reshard.mapping.lora_layout import is_lora_param, lora_shapes, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import (
     hf_shapes,
     is_vision_param,
@@ -53,13 +58,16 @@ from mega_agentrl.vision.processor import ImageProcessor
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from mega_agentrl.actor.model.gpt_model import GPTModelChunk
     from mega_agentrl.actor.model.heads import OutputHead
+    from mega_agentrl.actor.model.lora import LoraWeight
     from mega_agentrl.actor.model.route_replay import RouteLog
     from mega_agentrl.actor.training.pipeline_schedule import MicroBatchStats, Objective
     from mega_agentrl.batch.packed_rows import PackedRows
     from mega_agentrl.batch.row_sharding import MicroPlan
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.config.sections.policy import OptimConfig
+    from mega_agentrl.config.sections.policy import LoraConfig, OptimConfig
+    from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.types.routes import RecordedRoutes
 
 
@@ -110,7 +118,8 @@ class MegatronModel:
     """This process's shard of the model; its weights are undefined until `load_hf`.
 
     With `is_trainable=False` the weights are frozen: there are no gradient buffers and no
-    optimizer, and `train_step` must not be called.
+    optimizer, and `train_step` must not be called. With `lora` the weights have adapters, which are
+    trained in their place.
     """
 
     def __init__(
@@ -120,13 +129,18 @@ class MegatronModel:
         rank_info: RankInfo,
         *,
         is_trainable: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.config = config
         self.shape = shape
+        self.lora = lora
         coordinates = process_groups.RankCoordinates.from_rank(rank_info.rank, config.parallel)
         self.shard_layouts = megatron_layout(
             shape, coordinates.model_parallel_rank, fused=device.has_transformer_engine()
         )
+        """The weights of this rank, without adapters."""
+        self.adapter_layouts: list[ShardLayout] = []
+        """The parameters of the adapters."""
         torch.set_num_threads(rank_info.num_threads)
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -147,9 +161,11 @@ class MegatronModel:
             self.dtype,
             tree_attention=config.model.tree_attention,
             image_processor=ImageProcessor(config.model.path) if shape.vision else None,
+            has_adapters=lora is not None,
         )
-        check_parameter_shapes(chunks, self.shard_layouts)
-        # The keys are the names in `shard_layouts`.
+        self._adapters = {} if lora is None else self._attach_adapters(chunks, lora)
+        check_parameter_shapes(chunks, [*self.shard_layouts, *self.adapter_layouts])
+        # The keys are the names in `shard_layouts` and `adapter_layouts`.
         self.parameters = {
             f"{coordinates.model_parallel_rank.param_prefix(number)}{name}": parameter
             for number, chunk in enumerate(chunks)
@@ -157,6 +173,8 @@ class MegatronModel:
         }
         for name, parameter in self.parameters.items():
             frozen = config.model.freeze_vision and is_vision_param(name)
+            if lora is not None:
+                frozen = not is_lora_param(name)
             parameter.requires_grad_(is_trainable and not frozen)
         self.chunks = wrap_with_ddp(chunks, self.groups, config.parallel)
         self._optimizer = self._build_optimizer() if is_trainable else None
@@ -165,6 +183,47 @@ class MegatronModel:
         self.offloader = Offloader(self.chunks, self._optimizer)
         self._pipeline_schedule = PipelineSchedule(self.chunks, self.groups)
         self._route_logs: list[RouteLog] = []
+
+    def _attach_adapters(
+        self, chunks: Sequence[GPTModelChunk], lora: LoraConfig
+    ) -> dict[str, LoraWeight]:
+        if device.has_transformer_engine():
+            raise ConfigError(
+                "model.lora.rank",
+                lora.rank,
+                "0 with Transformer Engine, whose layers cannot have adapters yet",
+                "an environment made with WITH_TE=1",
+            )
+        self.adapter_layouts = lora_shards(self.shard_layouts, lora.rank, lora.targets)
+        adapters = attach_adapters(chunks, self.shard_layouts, lora, self.dtype, self.groups)
+        for chunk in chunks:
+            set_grad_sync_flags(
+                chunk,
+                self.shape,
+                sequence=self.config.parallel.sequence_parallel,
+                expert_tensor_rank=self.groups.pg_collection.expt_tp.rank(),
+            )
+        return adapters
+
+    @property
+    def state_layouts(self) -> list[ShardLayout]:
+        """The parameters that a checkpoint has: all weights, or those of the adapters."""
+        return self.shard_layouts if self.lora is None else self.adapter_layouts
+
+    @property
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of the tensors that a checkpoint has, by Hugging Face name."""
+        shapes = hf_shapes(self.shape)
+        lora = self.lora
+        return shapes if lora is None else lora_shapes(shapes, lora.rank, lora.targets)
+
+    def merged_weight(self, name: str) -> torch.Tensor:
+        """Return the weight `name` of `shard_layouts`, with its adapters if it has any."""
+        weight = self.parameters[name].detach()
+        if name not in self._adapters:
+            return weight
+        with torch.no_grad():
+            return self._adapters[name](weight)
 
     @property
     def is_trainable(self) -> bool:
@@ -191,6 +250,12 @@ class MegatronModel:
         """
         self.load_parameters(folder, fresh=fresh)
         self.hf_source_folder = Path(folder)
+        if self.lora is not None and self.lora.path:
+            read_peft_folder(self.lora, self.adapter_layouts, self.state_shapes, self.parameters)
+        else:
+            init_adapters(
+                self.adapter_layouts, self.state_shapes, self.parameters, self.config.seed
+            )
         if self._optimizer is not None:
             self._optimizer.reload_master_weights()
             self.reset_optimizer()

@@ -65,7 +65,11 @@ class PolicyRank(TrainableRank):
         find_loss(config.algo)
         shape = ModelShape.from_folder(config.model.path)
         self.megatron_model = MegatronModel(
-            config, shape, rank_info, is_trainable=not config.is_eval_only
+            config,
+            shape,
+            rank_info,
+            is_trainable=not config.is_eval_only,
+            lora=config.model.lora if config.model.lora.rank else None,
         )
         self._vocab_shard = make_vocab_shard(self.megatron_model.shape, self.megatron_model.groups)
         self._reference: ReferenceWeights | None = None
@@ -95,7 +99,11 @@ class PolicyRank(TrainableRank):
             with self._reference.swapped_in():
                 self.megatron_model.load_parameters(reference_path)
         elif self._reference is None:
-            self._reference = ReferenceWeights(self.megatron_model.parameters.values())
+            # Weights below adapters are those of the reference, too.
+            model = self.megatron_model
+            self._reference = ReferenceWeights(
+                [model.parameters[shard.name] for shard in model.state_layouts]
+            )
         else:
             self._reference.snapshot()
 
@@ -233,13 +241,15 @@ class PolicyRank(TrainableRank):
         return list(self.megatron_model.shard_layouts)
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return this rank's tensor of the shard `name` of `layout`, without a copy.
+        """Return this rank's tensor of the shard `name` of `layout`.
+
+        It is a copy if the weight has adapters, which are merged into it.
 
         Raises:
             ValueError: If the weights are in host memory.
         """
         require_on_device("sending weights", {"weights"}, self.megatron_model.offloader.on_host)
-        return self.megatron_model.parameters[name].detach()
+        return self.megatron_model.merged_weight(name)
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder.

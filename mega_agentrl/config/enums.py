@@ -242,6 +242,25 @@ class RouterReplay(StrEnum):
     """Those of the log-prob pass, in the update (R2)."""
 
 
+class LoraTarget(StrEnum):
+    """Linear layers that get low-rank adapters, by their Hugging Face names."""
+
+    q_proj = "q_proj"
+    """Queries."""
+    k_proj = "k_proj"
+    """Keys."""
+    v_proj = "v_proj"
+    """Values."""
+    o_proj = "o_proj"
+    """Output of the attention."""
+    gate_proj = "gate_proj"
+    """Of the MLP, or of each expert."""
+    up_proj = "up_proj"
+    """Of the MLP, or of each expert."""
+    down_proj = "down_proj"
+    """Of the MLP, or of each expert."""
+
+
 class LrSchedule(StrEnum):
     """Learning-rate schedule after the warm-up."""
 

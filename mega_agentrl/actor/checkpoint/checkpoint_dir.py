@@ -24,6 +24,7 @@ from mega_agentrl.config.input_files import read_json
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
 
 if TYPE_CHECKING:
+    from mega_agentrl.config.sections.policy import LoraConfig
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 MANIFEST_FILE = "manifest.json"
@@ -71,6 +72,8 @@ class CheckpointManifest:
     """JSON values of the caller of `save_checkpoint`."""
     freeze_vision: bool = False
     """Whether the vision tower was frozen, so that the checkpoint has no moments of it."""
+    lora: dict[str, Any] | None = None
+    """`lora_record` of the adapters that the checkpoint consists of; None if it has all weights."""
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
@@ -98,6 +101,16 @@ class CheckpointManifest:
             raise ValueError(
                 f"{path}: {error}; probable cause: a damaged manifest, or one of another version"
             ) from None
+
+    def require_lora(self, folder: Path, lora: LoraConfig | None) -> None:
+        """Raise `ValueError` if the checkpoint in `folder` has other adapters than a run's."""
+        got, expected = self.lora, None if lora is None else lora_record(lora)
+        if got != expected:
+            raise ValueError(
+                f"model.lora={expected}: expected {got} to resume checkpoint {folder}; probable "
+                "cause: another configuration of the run (start a new one from its exported "
+                "weights to train with other adapters)"
+            )
 
     def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
         """Raise `ValueError` if the checkpoint in `folder` is of a model of another shape.
@@ -239,6 +252,11 @@ def prune_checkpoints(run_folder: Path, keep: int) -> list[Path]:
     for folder in removed:
         shutil.rmtree(folder)
     return removed
+
+
+def lora_record(lora: LoraConfig) -> dict[str, Any]:
+    """Return the settings that a checkpoint's adapters depend on."""
+    return {"rank": lora.rank, "alpha": lora.alpha, "targets": [str(one) for one in lora.targets]}
 
 
 def to_json_dict(value: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,10 @@ from mega_agentrl.reshard.hf_checkpoint import (
     finish_export,
     partial_export_folder,
     plan_files,
+    read_shards,
 )
+from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
+from mega_agentrl.reshard.mapping.lora_layout import adapted_module, lora_shapes
 from mega_agentrl.reshard.mapping.model_mapping import (
     hf_shapes,
     is_hf_vision_name,
@@ -47,7 +50,6 @@ if TYPE_CHECKING:
 
     from mega_agentrl.actor.megatron_model import MegatronModel
     from mega_agentrl.config.sections.policy import ParallelConfig
-    from mega_agentrl.reshard.layout import Block
 
 MAX_FILE_BYTES = 2 * 1024**3
 MAX_ROUND_BYTES = 256 * 1024**2
@@ -62,9 +64,9 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
     Configuration and tokenizer are copied from the folder that the model was loaded from. Waits
     for all ranks twice, at most for the timeout of the groups.
     """
-    shape, parallel, parameters = model.shape, model.config.parallel, model.parameters
+    shape, parallel = model.shape, model.config.parallel
     shapes = hf_shapes(shape)
-    element_bytes = next(iter(parameters.values())).element_size()
+    element_bytes = model.dtype.itemsize
     stages = _hf_names_by_stage(shape, parallel)
     plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=MAX_FILE_BYTES)
     if dist.get_rank() == 0:
@@ -79,7 +81,7 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
         if file.stage != model.groups.coordinates.model_parallel_rank.pipeline_rank:
             continue
         tensors = {
-            name: _gather_tensor(name, shapes[name], blocks_by_rank, stage_group, parameters)
+            name: _gather_tensor(name, shapes[name], blocks_by_rank, stage_group, model)
             for name in file.tensors
         }
         if stage_group.rank() == 0:
@@ -98,6 +100,8 @@ def convert_checkpoint_to_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face folder, in a single process.
+
+    Adapters are merged into the weights of `model`.
 
     The stored tensors have Hugging Face's names and shapes (`checkpoint.sharded_state`), so they
     are read and written file by file: at most one weight file is in memory at a time.
@@ -121,22 +125,54 @@ def convert_checkpoint_to_hf(
     train_dtype = getattr(torch, manifest.dtype)
     dtype = dtype or train_dtype
     exports_masters = has_master_weights(train_dtype) and dtype == torch.float32
+    shapes = hf_shapes(shape)
 
     def stored_key(name: str) -> str:
         has_master = not (manifest.freeze_vision and is_hf_vision_name(shape, name))
         return state_key(MASTER if exports_masters and has_master else WEIGHT, name)
 
-    shapes = hf_shapes(shape)
     plan = plan_files(
         [list(shapes)], shapes, element_bytes=dtype.itemsize, max_file_bytes=max_file_bytes
     )
     begin_export(target, model)
     for file in plan:
-        state = {stored_key(name): torch.empty(shapes[name], dtype=dtype) for name in file.tensors}
-        dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
-        tensors = {name: state[stored_key(name)] for name in file.tensors}
+        if manifest.lora is None:
+            stored = {name: shapes[name] for name in file.tensors}
+        else:
+            own = {name: shapes[name] for name in file.tensors}
+            stored = lora_shapes(own, manifest.lora["rank"], manifest.lora["targets"])
+        state = {stored_key(name): torch.empty(stored[name], dtype=dtype) for name in stored}
+        if state:
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+        tensors = {name: state[stored_key(name)] for name in stored}
+        if manifest.lora is not None:
+            tensors = _merge_adapters(model, shape, file.tensors, tensors, manifest.lora, dtype)
         _write_safetensors(partial_export_folder(target) / file.name, tensors)
     finish_export(target, plan, shapes, element_bytes=dtype.itemsize)
+
+
+def _merge_adapters(
+    folder: Path,
+    shape: ModelShape,
+    names: Sequence[str],
+    adapters: Mapping[str, torch.Tensor],
+    lora: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Return tensors of a Hugging Face folder, with the changes of their adapters."""
+    shapes = hf_shapes(shape)
+    merged = {name: torch.empty(shapes[name], dtype=dtype) for name in names}
+    wholes = {name: Rect.whole(shapes[name]) for name in names}
+    layout = [
+        ShardLayout(name, shapes[name], (Block(name, whole, whole),))
+        for name, whole in wholes.items()
+    ]
+    read_shards(folder, layout, shapes, merged)
+    for name, value in merged.items():
+        if (module := adapted_module(name, lora["targets"])) is not None:
+            left, right = (adapters[f"{module}.lora_{factor}.weight"] for factor in "BA")
+            value += lora["alpha"] / lora["rank"] * (left @ right)
+    return merged
 
 
 def _write_safetensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -212,18 +248,17 @@ def _gather_tensor(
     full_shape: tuple[int, ...],
     blocks_by_rank: dict[int, dict[str, list[ParameterBlock]]],
     group: dist.ProcessGroup,
-    parameters: Mapping[str, torch.Tensor],
+    model: MegatronModel,
 ) -> torch.Tensor:
     """Return the full tensor on the first rank of the stage, on others an empty tensor."""
     own_rank, writer_rank = dist.get_rank(), next(iter(blocks_by_rank))
-    any_parameter = next(iter(parameters.values()))
-    full = torch.empty(full_shape if own_rank == writer_rank else 0, dtype=any_parameter.dtype)
+    full = torch.empty(full_shape if own_rank == writer_rank else 0, dtype=model.dtype)
     rounds = plan_rounds(
         {rank: by_name.get(name, ()) for rank, by_name in blocks_by_rank.items()},
-        element_bytes=any_parameter.element_size(),
+        element_bytes=model.dtype.itemsize,
     )
     for blocks in rounds:
-        values = _exchange_round(blocks, writer_rank, group, parameters)
+        values = _exchange_round(blocks, writer_rank, group, model)
         for rank, value in values.items():
             full[blocks[rank][1].hf_rect.slices] = value.cpu()
     return full
@@ -233,18 +268,18 @@ def _exchange_round(
     blocks: Mapping[int, ParameterBlock],
     writer_rank: int,
     group: dist.ProcessGroup,
-    parameters: Mapping[str, torch.Tensor],
+    model: MegatronModel,
 ) -> dict[int, torch.Tensor]:
     """Send this rank's block to the writer; return the values of all blocks by rank, there only."""
     own_rank, values = dist.get_rank(), {}
     if own_rank in blocks:
         parameter, block = blocks[own_rank]
-        local = parameters[parameter].detach()[block.local_rect.slices]
+        local = model.merged_weight(parameter)[block.local_rect.slices]
         values[own_rank] = local.contiguous()
     if own_rank == writer_rank:
-        any_parameter = next(iter(parameters.values()))
+        options = {"dtype": model.dtype, "device": device.current_device()}
         received = {
-            rank: any_parameter.new_empty(block.hf_rect.shape)
+            rank: torch.empty(block.hf_rect.shape, **options)
             for rank, (_, block) in blocks.items()
             if rank != writer_rank
         }

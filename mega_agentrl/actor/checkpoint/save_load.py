@@ -90,6 +90,7 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     manifest = CheckpointManifest.read(folder)
     manifest.require_shape(folder, model.shape, "model.path")
+    manifest.require_lora(folder, model.lora)
     if manifest.freeze_vision and not model.config.model.freeze_vision:
         raise ValueError(
             f"model.freeze_vision=false: expected true to resume checkpoint {folder}, which has no "
@@ -138,6 +139,7 @@ def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointMan
         files={},
         extra=extra,
         freeze_vision=model.config.model.freeze_vision,
+        lora=None if model.lora is None else checkpoint_dir.lora_record(model.lora),
     )
 
 

@@ -5,6 +5,8 @@
     exp_avg.NAME, exp_avg_sq.NAME   Adam's moments, float32; not of a frozen vision tower
     rng                          torch's random state, one per rank
 
+With adapters these are the tensors of the adapters alone (`reshard.mapping.lora_layout`).
+
 NAME and the global shape are those of the Hugging Face tensor; the global offset is the position of
 a rank's part in it (`iter_hf_views`). Hence any parallel layout can load the checkpoint of any
 other, with and without the distributed optimizer. Vocabulary padding is not stored.
@@ -24,10 +26,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from mega_agentrl.actor import device
 from mega_agentrl.actor.training.optimizer import MOMENTS
 from mega_agentrl.reshard.layout import Rect
+from mega_agentrl.reshard.mapping.lora_layout import is_lora_param
 from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
     hf_embedding,
-    hf_shapes,
     is_expert_param,
     is_hf_vision_name,
     is_tensor_replicated,
@@ -57,7 +59,7 @@ def has_master_weights(dtype: torch.dtype) -> bool:
 def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
     """Return views of the state that this rank writes; they must be written before it changes."""
     state: dict[str, Any] = {}
-    shapes = hf_shapes(model.shape)
+    shapes = model.state_shapes
     for kind, number, shard, first, values in _iter_flat_ranges(model):
         is_sharded = kind != WEIGHT and model.config.parallel.distributed_optimizer
         if not _is_writing_replica(model, number, shard, is_sharded=is_sharded):
@@ -86,7 +88,7 @@ def sharded_state_to_load(
             master weights.
     """
     state: dict[str, Any] = {}
-    shapes = hf_shapes(model.shape)
+    shapes = model.state_shapes
     for kind, _, shard, first, values in _iter_flat_ranges(model):
         if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
             values.zero_()
@@ -107,7 +109,7 @@ def sharded_state_to_load(
 def stored_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     """Return the full shape of every tensor in the model's checkpoints, by key."""
     kinds = [*MOMENTS, *([MASTER] if has_master_weights(model.dtype) else [])]
-    shapes = hf_shapes(model.shape)
+    shapes = model.state_shapes
     stored = {state_key(WEIGHT, name): full_shape for name, full_shape in shapes.items()}
     return stored | {
         state_key(kind, name): full_shape
@@ -184,13 +186,13 @@ def _iter_flat_ranges(
     # Before the weights, because this raises an error if a part of the state is in host memory.
     shards = list(model.optimizer.state_shards()) if model.is_trainable else []
     numbers = {}
-    for number, shard in enumerate(model.shard_layouts):
+    for number, shard in enumerate(model.state_layouts):
         parameter = model.parameters[shard.name]
         numbers[id(parameter)] = number
         yield WEIGHT, number, shard, 0, parameter.detach().view(-1)
     for parameter, first, values in shards:
         number = numbers[id(parameter)]
-        shard = model.shard_layouts[number]
+        shard = model.state_layouts[number]
         if has_master_weights(parameter.dtype):
             yield MASTER, number, shard, first, values["param"]
         for kind in MOMENTS:
@@ -216,8 +218,10 @@ def _is_writing_replica(
     replica_groups: list[dist.ProcessGroup] = []
     if not is_sharded:
         replica_groups.append(collection.expt_dp if is_expert else collection.dp_cp)
-    if not is_expert and is_tensor_replicated(model.shape, shard.name):
-        replica_groups.append(collection.tp)
+    if is_tensor_replicated(model.shape, shard.name) and (
+        not is_expert or is_lora_param(shard.name)
+    ):
+        replica_groups.append(collection.expt_tp if is_expert else collection.tp)
     replica, num_replicas = 0, 1
     for group in replica_groups:
         replica, num_replicas = replica * group.size() + group.rank(), num_replicas * group.size()

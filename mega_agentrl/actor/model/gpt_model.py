@@ -38,6 +38,7 @@ from mega_agentrl.actor.model.route_replay import install_replay
 from mega_agentrl.actor.model.vision_tower import build_vision_tower, encode_images
 from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
 from mega_agentrl.config.enums import Recompute, TreeAttention
+from mega_agentrl.reshard.mapping.lora_layout import is_lora_param
 from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
     is_expert_param,
@@ -160,6 +161,7 @@ def build_transformer_config(
     dtype: torch.dtype,
     *,
     tree_attention: TreeAttention = TreeAttention.auto,
+    has_adapters: bool = False,
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model on this rank.
 
@@ -188,7 +190,7 @@ def build_transformer_config(
         **_parallelism_options(groups, parallel),
         **_recompute_options(parallel.recompute),
         **_moe_options(shape.moe),
-        **_kernel_options(),
+        **_kernel_options(has_adapters=has_adapters),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -239,12 +241,13 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
             }
 
 
-def _kernel_options() -> dict[str, Any]:
+def _kernel_options(*, has_adapters: bool) -> dict[str, Any]:
     """Select the device of initialisation and Megatron's fused kernels."""
     on_gpu = device.has_cuda()
     return {
         "use_cpu_initialization": not on_gpu,
-        "gradient_accumulation_fusion": True,
+        # The sum of a weight and its adapters has no gradient buffer.
+        "gradient_accumulation_fusion": not has_adapters,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         "masked_softmax_fusion": False,
@@ -285,14 +288,17 @@ def build_model_chunks(
     *,
     tree_attention: TreeAttention = TreeAttention.auto,
     image_processor: ImageProcessor | None = None,
+    has_adapters: bool = False,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
 
     The head is `shape.head`, which may differ from that of the checkpoint. A model that sees images
-    needs the processor of its folder.
+    needs the processor of its folder. Adapters are added by `lora.attach_adapters`.
     """
     assert (shape.vision is None) == (image_processor is None), "a tower needs its processor"
-    config = build_transformer_config(shape, groups, parallel, dtype, tree_attention=tree_attention)
+    config = build_transformer_config(
+        shape, groups, parallel, dtype, tree_attention=tree_attention, has_adapters=has_adapters
+    )
     chunks = [
         _build_model_chunk(shape, groups, config, chunk)
         for chunk in range(groups.coordinates.model_parallel_rank.virtual_size)
@@ -336,7 +342,9 @@ def _build_model_chunk(
     return model
 
 
-def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: bool) -> None:
+def set_grad_sync_flags(
+    model: torch.nn.Module, shape: ModelShape, *, sequence: bool, expert_tensor_rank: int = 0
+) -> None:
     """Set the parameter attributes that tell Megatron how to reduce gradients and count norms.
 
         tensor_model_parallel   The parameter is sharded over the tensor group: the shards of all
@@ -361,13 +369,18 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
         model: The chunk whose parameters get the attributes.
         shape: Shape of the model.
         sequence: Whether sequence parallelism is on.
+        expert_tensor_rank: Tensor rank within an expert. Only the first one's copy of an expert's
+            replicated factor of an adapter counts.
     """
     for name, parameter in model.named_parameters():
         is_expert = is_expert_param(name)
-        is_replicated = is_tensor_replicated(shape, name) and not is_expert
-        parameter.tensor_model_parallel = not is_replicated
+        # A factor of an adapter that all tensor ranks hold has its whole gradient on each.
+        is_lora = is_lora_param(name)
+        is_replicated = is_tensor_replicated(shape, name) and (is_lora or not is_expert)
+        is_only_copy = is_expert and expert_tensor_rank == 0
+        parameter.tensor_model_parallel = not is_replicated or is_only_copy
         parameter.allreduce = not is_expert
-        needs_sum = is_replicated and not name.endswith(_NO_TP_GRAD_SUM_SUFFIXES)
+        needs_sum = is_replicated and not (is_lora or name.endswith(_NO_TP_GRAD_SUM_SUFFIXES))
         parameter.sequence_parallel = sequence and needs_sum
         if is_vision_param(name) and not sequence and device.has_cuda():
             parameter.average_gradients_across_tp_domain = True

@@ -18,6 +18,8 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn import functional
 
+from mega_agentrl.actor.model.lora import effective_weight
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -37,7 +39,7 @@ class GroupedExperts(SequentialMLP):
         """Map `[T, D]` tokens, `[E]` counts and `[T]` router weights to `[T, D]` outputs."""
         hidden_TD, prob_T = permuted_local_hidden_states, permuted_probs
         fc1, fc2 = (
-            [getattr(expert, name).weight for expert in self.local_experts]
+            [effective_weight(getattr(expert, name)) for expert in self.local_experts]
             for name in ("linear_fc1", "linear_fc2")
         )
         if not (

@@ -25,6 +25,7 @@ from mega_agentrl.config.checks.inputs import (
 )
 from mega_agentrl.config.checks.parallel import (
     check_colocation,
+    check_lora,
     check_parallel_sizes,
     check_tree_attention,
     has_experts,
@@ -59,6 +60,7 @@ def check_config(config: TrainConfig) -> None:
     check_images(config, model)
     check_parallel_sizes(config, model)
     check_tree_attention(config, model)
+    check_lora(config, model)
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
     check_groups(config)
     check_branching(config)

@@ -158,6 +158,36 @@ def check_tree_attention(config: TrainConfig, model: dict[str, Any]) -> None:
         )
 
 
+def check_lora(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Raise a `ConfigError` if the model or the layout cannot have adapters."""
+    lora, parallel = config.model.lora, config.parallel
+    if not lora.rank:
+        return
+    kv_heads = read_model_size(config, model, "num_key_value_heads")
+    if parallel.tensor > kv_heads:
+        raise ConfigError(
+            "parallel.tensor",
+            parallel.tensor,
+            f"at most {kv_heads}, the model's key/value heads, with model.lora.rank={lora.rank}",
+            "the layout of a run that trains all weights",
+        )
+    if parallel.tensor % parallel.expert_tensor_size:
+        raise ConfigError(
+            "parallel.expert_tensor",
+            parallel.expert_tensor_size,
+            f"a divisor of parallel.tensor={parallel.tensor} with model.lora.rank={lora.rank}",
+            "the layout of a run that trains all weights",
+        )
+    if config.model.reference_path:
+        raise ConfigError(
+            "model.reference_path",
+            config.model.reference_path,
+            f"none with model.lora.rank={lora.rank}, where the reference shares the weights of the "
+            "policy below the adapters",
+            "the settings of a run that trains all weights",
+        )
+
+
 def _head_dim(config: TrainConfig, model: dict[str, Any]) -> int:
     if model.get("head_dim") is not None:
         return read_model_size(config, model, "head_dim")

@@ -5,9 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mega_agentrl.config.enums import Dtype, LrSchedule, Recompute, RouterReplay, TreeAttention
+from mega_agentrl.config.enums import (
+    Dtype,
+    LoraTarget,
+    LrSchedule,
+    Recompute,
+    RouterReplay,
+    TreeAttention,
+)
 from mega_agentrl.config.errors import check_range
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TOKENS, Length, Range, Section
+
+
+@dataclass
+class LoraConfig(Section, key="model.lora"):
+    """Low-rank adapters, which are trained in place of the weights (arXiv 2106.09685)."""
+
+    rank: Annotated[int, Range(at_least=0, at_most=4096)] = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Annotated[float, Range(above=0, at_most=65_536)] = 32.0
+    """The product of the factors is multiplied by alpha / rank."""
+    targets: Annotated[list[LoraTarget], Length(at_least=1)] = field(
+        default_factory=lambda: list(LoraTarget)
+    )
+    """Layers that get adapters; all of them by default."""
+    path: str = ""
+    """PEFT folder of adapters to start from; empty starts with new ones, which change nothing."""
 
 
 @dataclass
@@ -25,6 +48,7 @@ class ModelConfig(Section, key="model"):
     tree_attention: TreeAttention = TreeAttention.auto
     """Kernel of the attention, also of the critic and a reward model. With Transformer Engine it
     is used in micro-batches whose trees have forks (`batch.trees`)."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     router_replay: RouterReplay = RouterReplay.sampled
     """Whose routes a mixture-of-experts model replays in training, so that log-probs differ from
     those of the engine, or of the log-prob pass, by the update alone and not by experts that

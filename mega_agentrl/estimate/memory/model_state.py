@@ -16,7 +16,7 @@ gradients are in such buffers: every parameter starts at a multiple of 64 elemen
 ends at a multiple of lcm(replicas, 128); a shared embedding has its own bucket; replica r of n
 updates the r-th of n equal parts of each bucket. Without the distributed optimizer there is no
 padding, weights are separate tensors, and every replica updates all parameters. A frozen vision
-tower is in no buffer.
+tower is in no buffer, and neither are weights whose adapters are trained in their place.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from math import lcm, prod
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import round_up
+from mega_agentrl.reshard.mapping.lora_layout import lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import (
     hf_embedding,
     hf_shapes,
@@ -39,7 +40,7 @@ from mega_agentrl.reshard.mapping.model_mapping import (
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 if TYPE_CHECKING:
-    from mega_agentrl.config.sections.policy import ParallelConfig
+    from mega_agentrl.config.sections.policy import LoraConfig, ParallelConfig
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _FLOAT32_BYTES = 4
@@ -90,7 +91,11 @@ def rank_parameters(
     Raises:
         ValueError: The parallel sizes do not divide the model.
     """
-    rank = ModelParallelRank(
+    return _parameters_at(shape, _stage_rank(layout, stage))
+
+
+def _stage_rank(layout: ParallelConfig, stage: int) -> ModelParallelRank:
+    return ModelParallelRank(
         tensor_size=layout.tensor,
         pipeline_rank=stage,
         pipeline_size=layout.pipeline,
@@ -98,7 +103,26 @@ def rank_parameters(
         expert_size=layout.expert,
         expert_tensor_size=layout.expert_tensor_size,
     )
-    return _parameters_at(shape, rank)
+
+
+def _adapters_at(
+    shape: ModelShape, rank: ModelParallelRank, lora: LoraConfig
+) -> tuple[list[RankParameter], int]:
+    """Return the parameters of a rank's adapters, and the elements of the weights that have any."""
+    parameters, num_adapted = [], 0
+    for shard in megatron_layout(shape, rank):
+        adapters = lora_shards([shard], lora.rank, lora.targets)
+        num_adapted += prod(shard.shape) if adapters else 0
+        parameters += [
+            RankParameter(
+                chunk=_model_chunk(adapter.name, rank),
+                numel=prod(adapter.shape),
+                is_expert=is_expert_param(adapter.name),
+                is_shared_embedding=False,
+            )
+            for adapter in adapters
+        ]
+    return parameters, num_adapted
 
 
 @lru_cache(maxsize=64)
@@ -220,11 +244,15 @@ class ModelState:
     """Bytes of the gradients."""
     optimizer: int
     """Bytes of the optimizer state."""
+    reference_weights: int
+    """Bytes of the weights that differ from the reference's: all, or those of the adapters."""
+    merged_weights: int
+    """Bytes of the weights with adapters, which a weight transfer merges into copies."""
 
     @property
     def host_copy_bytes(self) -> int:
-        """Bytes of pinned host memory for a copy of the weights."""
-        num_blocks, rest_bytes = divmod(self.weights, _PINNED_BLOCK_BYTES)
+        """Bytes of pinned host memory for the reference."""
+        num_blocks, rest_bytes = divmod(self.reference_weights, _PINNED_BLOCK_BYTES)
         return num_blocks * _PINNED_BLOCK_BYTES + (
             1 << (rest_bytes - 1).bit_length() if rest_bytes else 0
         )
@@ -237,6 +265,7 @@ def estimate_model_state(
     *,
     item_bytes: int = 2,
     freeze_vision: bool = False,
+    lora: LoraConfig | None = None,
     replica: int | None = None,
     expert_replica: int | None = None,
 ) -> ModelState:
@@ -248,6 +277,7 @@ def estimate_model_state(
         stage: The pipeline stage.
         item_bytes: Bytes of a weight in training, 2 or 4.
         freeze_vision: Whether the vision tower has weights only, outside the flat buffers.
+        lora: The adapters that are trained in place of the weights; rank 0 or None for none.
         replica: Index among the ranks with the same dense weights; None for the largest state.
         expert_replica: Index among the ranks with the same experts; None for the largest state.
 
@@ -255,8 +285,15 @@ def estimate_model_state(
         ValueError: The parallel sizes do not divide the model.
     """
     parameters = rank_parameters(shape, layout, stage)
-    frozen = [parameter for parameter in parameters if freeze_vision and parameter.is_vision]
-    trained = [parameter for parameter in parameters if not (freeze_vision and parameter.is_vision)]
+    adapters: list[RankParameter] = []
+    num_adapted = 0
+    if lora is not None and lora.rank:
+        adapters, num_adapted = _adapters_at(shape, _stage_rank(layout, stage), lora)
+    frozen: list[RankParameter] = []
+    trained = list(adapters)
+    for parameter in parameters:
+        is_frozen = bool(adapters) or (freeze_vision and parameter.is_vision)
+        (frozen if is_frozen else trained).append(parameter)
     buffers = flat_buffers(trained, layout)
     numel = sum(buffer.numel for buffer in buffers)
     num_updated = sum(
@@ -264,12 +301,16 @@ def estimate_model_state(
         for expert, index in ((False, replica), (True, expert_replica))
     )
     num_copies = 2 if item_bytes == _FLOAT32_BYTES else 3
+    # With adapters also the merged weight of a layer.
+    largest = max(parameter.numel for parameter in parameters) * (2 if adapters else 1)
     return ModelState(
-        num_parameters=sum(parameter.numel for parameter in parameters),
-        largest_parameter=max(parameter.numel for parameter in parameters) * item_bytes,
+        num_parameters=sum(parameter.numel for parameter in (*parameters, *adapters)),
+        largest_parameter=largest * item_bytes,
         weights=(numel + sum(parameter.numel for parameter in frozen)) * item_bytes,
         gradients=numel * _FLOAT32_BYTES,
         optimizer=num_updated * num_copies * _FLOAT32_BYTES,
+        reference_weights=(numel + (0 if adapters else sum(p.numel for p in frozen))) * item_bytes,
+        merged_weights=num_adapted * item_bytes,
     )
 
 

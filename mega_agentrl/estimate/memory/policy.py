@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.checks.parallel import TRITON_HEAD_DIMS
 from mega_agentrl.config.enums import TreeAttention
+from mega_agentrl.config.sections.policy import LoraConfig
 from mega_agentrl.estimate.device import CPU_LIBRARIES_BYTES, MIB
 from mega_agentrl.estimate.memory.activations import (
     KernelConfig,
@@ -172,8 +173,9 @@ def _estimate_stage_memory(
     is_last_stage = stage == layout.pipeline - 1
     frozen = config.model.freeze_vision
     state = estimate_model_state(
-        shape, layout, stage, item_bytes=kernels.item_bytes, freeze_vision=frozen
-    )
+        shape, layout, stage,
+        item_bytes=kernels.item_bytes, freeze_vision=frozen, lora=config.model.lora,
+    )  # fmt: skip
     activations = stage_activation_bytes(
         shape, layout, stage, tokens, kernels,
         num_micro_batches=bounds.num_micro_batches, imbalance=imbalance,
@@ -214,7 +216,8 @@ def _estimate_stage_memory(
     if config.cluster.colocated and device.is_gpu:
         engine = estimate_engine_memory(config, shape, device)
         sleeping_engine = engine.sleeping_bytes
-        transfer_peak = state.weights + 2 * bucket + runtime + engine.loading_bytes
+        transfer_peak = state.weights + state.merged_weights + 2 * bucket + runtime
+        transfer_peak += engine.loading_bytes
         pinned_host += state.weights + optimizer
     return PolicyMemory(
         stage=stage,
@@ -227,8 +230,10 @@ def _estimate_stage_memory(
         head_workspace=head_workspace,
         layer_workspace=round(layer_workspace) + state.largest_parameter if trains else 0,
         path_attention=round(path_attention) if trains else 0,
-        transfer_buckets=2 * bucket,
-        reference_staging=min(_REFERENCE_CHUNK_BYTES, state.weights) if reference else 0,
+        transfer_buckets=2 * bucket + state.merged_weights,
+        reference_staging=(
+            min(_REFERENCE_CHUNK_BYTES, state.reference_weights) if reference else 0
+        ),
         runtime=runtime,
         pinned_host=pinned_host,
         sleeping_engine=sleeping_engine,
@@ -246,6 +251,7 @@ def estimate_critic_memory(
     """
     if not config.algo.needs_critic or config.is_eval_only:
         return []
+    config = replace(config, model=replace(config.model, lora=LoraConfig()))
     stages = estimate_policy_memory(config, shape.with_scalar_head(), device, imbalance=imbalance)
     unused_parts = dict.fromkeys(
         (

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
+from mega_agentrl.reshard.mapping.lora_layout import is_lora_param, is_lora_replicated
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 from mega_agentrl.reshard.mapping.partition import replicate
 from mega_agentrl.reshard.mapping.vision_shape import vision_tensor_shapes
@@ -189,11 +190,13 @@ def is_tensor_replicated(shape: ModelShape, name: str) -> bool:
     """Return whether a Megatron parameter is the same on every tensor rank.
 
     It then counts once in a norm over these ranks (for an expert's parameter: the expert-tensor
-    ranks). This holds for norms, router, biases of row-parallel linears, a scalar head and the
-    vision tower.
+    ranks). This holds for norms, router, biases of row-parallel linears, a scalar head, the
+    vision tower and one of the factors of each adapter.
     """
     if is_vision_param(name):
         return True
+    if is_lora_param(name):
+        return is_lora_replicated(name)
     if name.endswith(MEGATRON_OUTPUT_LAYER):
         return shape.head is HeadKind.scalar
     return name.endswith(_REPLICATED_SUFFIXES)

@@ -78,7 +78,8 @@ def fake_model(shape, layout, rank):
 
     return SimpleNamespace(
         shape=shape,
-        shard_layouts=shards,
+        state_layouts=shards,
+        state_shapes=hf_shapes(shape),
         parameters=parameters,
         dtype=torch.float32,
         is_trainable=True,

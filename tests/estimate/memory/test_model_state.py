@@ -88,7 +88,13 @@ def test_more_ranks_hold_less_each(axis):
 def test_a_host_copy_is_rounded_up_like_pinned_memory():
     def state(weights):
         return ModelState(
-            num_parameters=0, largest_parameter=0, weights=weights, gradients=0, optimizer=0
+            num_parameters=0,
+            largest_parameter=0,
+            weights=weights,
+            gradients=0,
+            optimizer=0,
+            reference_weights=weights,
+            merged_weights=0,
         )
 
     assert state(2**28 + 5).host_copy_bytes == 2**28 + 8

@@ -1,0 +1,192 @@
+"""Adapters in every kind of layout: equal to merged weights, and trained by the gradients of these.
+
+The expected gradients are those of a model without adapters whose weights are the merged ones, by
+the chain rule: of W + s B A the gradients of A and B are s B^T dW and s dW A^T.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mega_agentrl.actor.checkpoint.hf_export import convert_checkpoint_to_hf
+from mega_agentrl.config.enums import LoraTarget, Recompute
+from mega_agentrl.config.sections.policy import LoraConfig
+from mega_agentrl.reshard.mapping.lora_layout import lora_shapes
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from tests.actor.model.lora_jobs import (
+    full_gradients,
+    resume_adapters,
+    start_from_peft,
+    train_adapters,
+)
+from tests.parallel.merge import assemble, relative_errors, scores_by_row
+from tests.tiny_models import make_tiny_model
+from tests.tree_batches import make_tree_batch
+from tools import export_hf
+
+RANK, ALPHA = 3, 6.0
+LAYOUTS = {
+    "one rank": ("qwen3_moe", {}),
+    "recompute all": ("qwen2", {"recompute": Recompute.full}),
+    "recompute the MLP": ("qwen3_moe", {"recompute": Recompute.selective}),
+    "TP2": ("qwen3-tied", {"tensor": 2}),
+    "TP2-SP-EP2": ("qwen3_moe", {"tensor": 2, "expert": 2, "sequence_parallel": True}),
+    "TP2-SP-ETP2": ("qwen3_moe", {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}),
+    "DP2": ("qwen3_moe", {"data": 2, "expert": 2}),
+    "DP2-plain": ("llama", {"data": 2, "distributed_optimizer": False}),
+    "CP2": ("llama", {"context": 2}),
+    "PP2-V2-recompute": (
+        "qwen3-tied",
+        {"pipeline": 2, "virtual_pipeline": 2, "recompute": Recompute.full},
+    ),
+    "TP2-PP2-SP": ("qwen3-tied", {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("lora"), {}
+
+    def folder(model):
+        if model not in made:
+            name, _, tied = model.partition("-")
+            made[model] = make_tiny_model(name, root / model, tied=bool(tied))
+            (made[model] / "tokenizer.json").write_text("{}")
+        return made[model]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch():
+    batch = make_tree_batch()
+    batch.mask_BT[0, 0] = True
+    return batch
+
+
+def make_config(train_config, folder, layout, targets=tuple(LoraTarget)):
+    config = train_config(folder, **layout)
+    config.model.lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets))
+    config.algo.kl_coef = 0.1
+    config.optim.micro_batch_tokens = 40
+    return config
+
+
+@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS)
+def test_adapters_equal_merged_weights(case, folders, rank_pool, train_config, batch, tmp_path):
+    model, layout = case
+    config = make_config(train_config, folders(model), layout)
+    size = config.parallel.world_size
+    ranks = rank_pool.run(train_adapters, size, config, batch, tmp_path)
+    merged = train_config(tmp_path / "merged")
+    merged.algo.kl_coef = 0.1
+    merged.optim.micro_batch_tokens = 4096
+    ((scores, gradients, stats),) = rank_pool.run(full_gradients, 1, merged, batch)
+
+    got = scores_by_row([rank.scores for rank in ranks], batch)
+    for value, expected in zip(got, scores_by_row([scores], batch), strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-5)
+    # New adapters change nothing, and neither do they in the reference.
+    own = train_config(folders(model))
+    ((scores, *_),) = rank_pool.run(full_gradients, 1, own, batch)
+    base_BT = scores_by_row([scores], batch)[0]
+    for name in ("fresh", "reference"):
+        logp_BT = scores_by_row([getattr(rank, name) for rank in ranks], batch)[0]
+        torch.testing.assert_close(logp_BT, base_BT, rtol=0, atol=1e-5)
+    assert float((got[0] - base_BT).abs().max()) > 0.1
+
+    shapes = hf_shapes(ModelShape.from_folder(folders(model)))
+    adapter_shapes = lora_shapes(shapes, RANK, list(LoraTarget))
+    adapters = assemble([rank.adapters for rank in ranks], adapter_shapes, atol=0)
+    expected = expected_gradients(assemble([gradients], shapes, atol=1e-5), adapters)
+    found = assemble([rank.gradients for rank in ranks], adapter_shapes, atol=1e-5)
+    errors = relative_errors(found, expected)
+    assert max(errors.values()) < 1e-4, {n: e for n, e in errors.items() if e >= 1e-4}
+    norm = float(torch.cat([value.flatten() for value in expected.values()]).norm())
+    for rank in ranks:
+        assert rank.stats.loss == pytest.approx(stats.loss, abs=1e-5)
+        assert rank.stats.grad_norm == pytest.approx(norm, rel=1e-4)
+        assert rank.losses[-1] < rank.losses[0]
+        assert rank.frozen
+    num_elements = sum(torch.Size(shape).numel() for shape in adapter_shapes.values())
+    if size == 1:
+        assert ranks[0].num_state_elements == 2 * num_elements
+
+
+def expected_gradients(gradients, adapters):
+    scale = ALPHA / RANK
+    expected = {}
+    for name, value in adapters.items():
+        module, factor = name.removesuffix(".weight").rsplit(".lora_", 1)
+        gradient, other = gradients[f"{module}.weight"], adapters[other_factor(module, factor)]
+        expected[name] = scale * (other.T @ gradient if factor == "A" else gradient @ other.T)
+        assert expected[name].shape == value.shape
+    return expected
+
+
+def other_factor(module, factor):
+    return f"{module}.lora_{'B' if factor == 'A' else 'A'}.weight"
+
+
+def test_a_checkpoint_of_adapters_is_resumed_in_another_layout(
+    folders, rank_pool, train_config, batch, tmp_path
+):
+    folder = folders("qwen3_moe")
+    layout = {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}
+    config = make_config(train_config, folder, layout)
+    saved = rank_pool.run(train_adapters, 2, config, batch, tmp_path)
+    other = make_config(train_config, folder, {"pipeline": 2})
+    resumed = rank_pool.run(resume_adapters, 2, other, batch, tmp_path)
+    same = rank_pool.run(resume_adapters, 2, config, batch, tmp_path)
+    shapes = lora_shapes(hf_shapes(ModelShape.from_folder(folder)), RANK, list(LoraTarget))
+    got, expected = (
+        assemble([adapters for adapters, _ in ranks], shapes, atol=0) for ranks in (resumed, same)
+    )
+    assert all(torch.equal(got[name], expected[name]) for name in shapes)
+    assert resumed[0][1] == pytest.approx(same[0][1], abs=1e-5)
+    assert same[0][1] < saved[0].losses[-1]
+    check_exports(tmp_path, folder, shapes)
+    peft = make_config(train_config, folder, {"tensor": 2, "sequence_parallel": True})
+    peft.model.lora.path = str(tmp_path / "peft")
+    ranks = rank_pool.run(start_from_peft, 2, peft)
+    found = assemble(ranks, shapes, atol=0)
+    assert all(torch.equal(found[name], expected[name]) for name in shapes)
+    peft.model.lora.rank = RANK + 1
+    with pytest.raises(Exception, match=r"model\.lora\.rank"):
+        rank_pool.run(start_from_peft, 2, peft)
+
+
+def check_exports(run, folder, shapes):
+    """Convert the checkpoint to merged weights and to adapters alone."""
+    checkpoint = run / "checkpoint"
+    convert_checkpoint_to_hf(checkpoint, folder, run / "converted")
+    merged, converted = (
+        load_file(run / name / "model.safetensors") for name in ("resumed-1", "converted")
+    )
+    assert merged.keys() == converted.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(converted[name], value, rtol=0, atol=1e-6)
+    arguments = [str(checkpoint), "--model", str(folder), "--out", str(run / "peft"), "--adapter"]
+    assert export_hf.main(arguments) == 0
+    tensors = load_file(run / "peft" / "adapter_model.safetensors")
+    names = {name.removeprefix("base_model.model."): name for name in tensors}
+    assert {name: tuple(tensors[names[name]].shape) for name in names} == shapes
+    settings = json.loads((run / "peft" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (RANK, ALPHA)
+
+
+def test_some_layers_alone_get_adapters(folders, rank_pool, train_config, batch, tmp_path):
+    targets = (LoraTarget.q_proj, LoraTarget.v_proj, LoraTarget.up_proj)
+    config = make_config(train_config, folders("llama"), {}, targets)
+    (rank,) = rank_pool.run(train_adapters, 1, config, batch, tmp_path)
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name, *_ in rank.adapters} == {
+        "q_proj",
+        "v_proj",
+        "up_proj",
+    }
+    assert rank.losses[-1] < rank.losses[0]
