@@ -135,6 +135,7 @@ RECIPES = {
     "qwen2_5_72b_64gpu": "qwen2.5-72b",
     "qwen2_5_72b_32k_64gpu": "qwen2.5-72b",
     "qwen3_32b_64gpu": "qwen3-32b",
+    "qwen3_30b_a3b_32gpu": "qwen3-30b-a3b",
     "qwen3_235b_a22b_512gpu": "qwen3-235b-a22b",
 }
 """Experiments in configs/ that train a released model, with the config of that model."""

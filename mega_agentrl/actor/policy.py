@@ -149,11 +149,12 @@ class PolicyRank(TrainableRank):
         Raises:
             ValueError: If `reference` is set and there is no reference.
         """
-        head = self._log_prob_head(shard.rows, self._temperature)
         if reference:
-            rows = replace(shard.rows, routes=None)
             with self._reference_swapped_in():
+                rows = replace(shard.rows, routes=None)
+                head = self._log_prob_head(rows, self._temperature)
                 return self.megatron_model.forward_only(rows, shard.micros, head)
+        head = self._log_prob_head(shard.rows, self._temperature)
         record_routes = (
             self._config.model.router_replay is RouterReplay.old
             and self.megatron_model.shape.moe is not None

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.runtime import EngineConfig
     from mega_agentrl.reshard.device_location import DeviceLocation
     from mega_agentrl.reshard.layout import PackedLayout
+    from mega_agentrl.reshard.mapping.model_shape import MoeShape
     from mega_agentrl.reshard.session import TransferSession
     from mega_agentrl.types.records import GenerateRequest, Generation
 
@@ -138,6 +139,7 @@ class Engine:
         self._next_key = itertools.count()
         self._key_of: dict[str, str] = {}
         self._aborted_ids: set[str] = set()
+        self._moe: MoeShape | None = None
 
     async def start(
         self,
@@ -176,8 +178,8 @@ class Engine:
         self._request_deadline_s = deadline_s
         self._image_slots = asyncio.Semaphore(config.max_num_seqs)
         self._image_prompts = ImagePrompts(model_path)
-        moe = ModelShape.from_folder(model_path).moe if return_routes else None
-        self._moe = moe
+        if return_routes:
+            self._moe = ModelShape.from_folder(model_path).moe
         args = engine_args(
             config,
             model_path,
@@ -187,7 +189,7 @@ class Engine:
             deterministic=deterministic,
             colocated=colocated,
             pixels_per_token=self._image_prompts.pixels_per_token,
-            with_routes=moe is not None,
+            with_routes=self._moe is not None,
         )
         try:
             self._llm = AsyncLLM.from_engine_args(args)
@@ -206,7 +208,7 @@ class Engine:
         gc.freeze()
         await self._call_workers("finish_startup")
         await self._call_workers("tap_install")
-        if moe is not None:
+        if self._moe is not None:
             await self._call_workers("routes_install")
         await self._call_workers("weights_install_guard")
         if load_weights:

@@ -171,7 +171,7 @@ def _estimate_stage_memory(
         max_path_tokens=max_row_tokens(config) if bounds.num_keys else 0,
     )
     is_last_stage = stage == layout.pipeline - 1
-    frozen = config.model.freeze_vision
+    frozen = config.model.freeze_vision or config.model.lora.rank > 0
     state = estimate_model_state(
         shape, layout, stage,
         item_bytes=kernels.item_bytes, freeze_vision=frozen, lora=config.model.lora,
@@ -182,14 +182,6 @@ def _estimate_stage_memory(
     )  # fmt: skip
     num_passes = sum(num_in_flight_passes(layout, stage, bounds.num_micro_batches))
     activations += num_passes * attention_plan_bytes(tokens, bounds.num_keys, kernels)
-    vision_activations = 0
-    if shape.vision is not None and stage == 0:
-        # The tower is in the first chunk of the first stage.
-        passes = num_in_flight_passes(layout, stage, bounds.num_micro_batches)[0]
-        vision_activations = passes * vision_activation_bytes(
-            shape.vision, max_image_tokens(config, shape.vision, tokens), kernels.item_bytes,
-            recompute=layout.recompute, frozen=frozen,
-        )  # fmt: skip
     recomputed = recomputed_layer_bytes(shape, layout, tokens, kernels, imbalance=imbalance)
     layer_workspace = recomputed + layer_backward_workspace_bytes(
         shape, layout, tokens, kernels, imbalance=imbalance
@@ -238,7 +230,34 @@ def _estimate_stage_memory(
         pinned_host=pinned_host,
         sleeping_engine=sleeping_engine,
         colocated_transfer_peak=transfer_peak,
-        vision_activations=vision_activations if trains else 0,
+        vision_activations=(
+            _vision_activations(config, shape, stage, bounds, kernels, frozen=frozen)
+            if trains
+            else 0
+        ),
+    )
+
+
+def _vision_activations(
+    config: TrainConfig,
+    shape: ModelShape,
+    stage: int,
+    bounds: MicroBatchBounds,
+    kernels: KernelConfig,
+    *,
+    frozen: bool,
+) -> int:
+    """Return the bytes that the tower keeps, which is in the first chunk of the first stage."""
+    if shape.vision is None or stage:
+        return 0
+    layout = config.parallel
+    passes = num_in_flight_passes(layout, stage, bounds.num_micro_batches)[0]
+    return passes * vision_activation_bytes(
+        shape.vision,
+        max_image_tokens(config, shape.vision, bounds.tokens),
+        kernels.item_bytes,
+        recompute=layout.recompute,
+        frozen=frozen,
     )
 
 

@@ -4,12 +4,13 @@ import pytest
 
 from mega_agentrl.config.checks.parallel import (
     check_colocation,
+    check_lora,
     check_tree_attention,
     min_ranks_per_node,
 )
 from mega_agentrl.config.enums import Dtype, TreeAttention
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
+from mega_agentrl.config.sections.policy import LoraConfig, ModelConfig, ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from tests.config.refusals import refused_setting
 
@@ -77,3 +78,24 @@ def test_triton_tree_attention_needs_heads_that_it_computes(model, dtype, is_ref
         check_tree_attention(config, model)
     config.model.tree_attention = TreeAttention.gather
     check_tree_attention(config, model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "reference", "refused"),
+    [
+        ({"tensor": 4}, "", None),
+        ({"tensor": 8}, "", "parallel.tensor"),
+        ({"tensor": 2, "data": 2, "expert_tensor": 4}, "", "parallel.expert_tensor"),
+        ({"tensor": 4}, "reference", "model.reference_path"),
+    ],
+)
+def test_adapters_need_a_layout_and_a_reference_that_they_can_share(layout, reference, refused):
+    config = TrainConfig(parallel=ParallelConfig(**layout))
+    config.model = ModelConfig(lora=LoraConfig(rank=8), reference_path=reference)
+    model = {"architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 4}
+    if refused is None:
+        check_lora(config, model)
+    else:
+        assert refused_setting(check_lora, config, model)[0] == refused
+    config.model.lora.rank = 0
+    check_lora(config, model)
