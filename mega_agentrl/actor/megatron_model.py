@@ -111,7 +111,7 @@ class StepResult:
     applied: bool
     """False if the step was skipped because the gradient norm is not finite."""
     routes: RouteTotals = NO_ROUTES
-    """What the routers did with the routes of the rows."""
+    """Counts of the routes that were replayed."""
 
 
 class MegatronModel:

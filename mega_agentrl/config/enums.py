@@ -232,14 +232,14 @@ class TreeAttention(StrEnum):
 
 
 class RouterReplay(StrEnum):
-    """Whose routes of a mixture-of-experts model the policy uses instead of its own."""
+    """Recorded experts that a mixture-of-experts policy uses in place of its own choice."""
 
     off = "off"
-    """None: the routers of the policy choose in each pass."""
+    """The routers of the policy choose in each pass."""
     sampled = "sampled"
-    """Those of the engine that sampled the tokens, in the log-prob pass and in the update (R3)."""
+    """Log-prob pass and update use the experts of the engine that sampled the tokens (R3)."""
     old = "old"
-    """Those of the log-prob pass, in the update (R2)."""
+    """The update uses the experts of the log-prob pass (R2)."""
 
 
 class LoraTarget(StrEnum):

@@ -31,7 +31,6 @@ import gc
 import itertools
 import pickle
 import re
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -47,6 +46,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.generator.engine_args import engine_args
 from mega_agentrl.generator.image_prompts import ImagePrompts, check_images
+from mega_agentrl.generator.progress_monitor import ProgressMonitor
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     aborted_generation,
@@ -74,40 +74,11 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import GenerateRequest, Generation
 
 
-STUCK_TIMEOUT_S = 20.0
-"""Seconds without a token, after which an engine with running requests is considered stuck.
-
-A long prefill must end within this time.
-"""
 NO_WEIGHTS_REASON = "it has no weights yet: no weight update has been verified since its start"
 DEATH_POLL_S = 0.5
 """Seconds between checks whether vLLM has died."""
 SHUTDOWN_TIMEOUT_S = 2.0
 """Seconds that vLLM's processes get to end by themselves before they are killed."""
-
-
-class ProgressMonitor:
-    """Detects an engine that answers calls but samples no tokens, because its core hangs."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_tokens = -1
-        """Tokens at the last call of `stuck_s`."""
-        self._clock = clock
-        self._last_progress_s = clock()
-
-    def stuck_s(self, num_tokens: int, num_running: int) -> float | None:
-        """Return the seconds without progress if they exceed the timeout, else None.
-
-        Args:
-            num_tokens: Tokens that the engine has returned in its lifetime.
-            num_running: Number of running requests.
-        """
-        now = self._clock()
-        if num_tokens != self.num_tokens or not num_running:
-            self.num_tokens, self._last_progress_s = num_tokens, now
-            return None
-        quiet_s = now - self._last_progress_s
-        return quiet_s if quiet_s > STUCK_TIMEOUT_S else None
 
 
 def to_start_error(name: str, error: RuntimeError) -> RuntimeError:

@@ -13,7 +13,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator import engine as engine_module
-from mega_agentrl.generator.engine import STUCK_TIMEOUT_S, Engine, ProgressMonitor, to_start_error
+from mega_agentrl.generator.engine import Engine, to_start_error
+from mega_agentrl.generator.progress_monitor import STUCK_TIMEOUT_S, ProgressMonitor
 from mega_agentrl.generator.sampling import StopTokenTable
 from mega_agentrl.generator.sleep_mode import SleepController
 from mega_agentrl.types.errors import EngineLostError

@@ -100,7 +100,7 @@ def run_calls(
 
 
 def weights_of(model: MegatronModel) -> Blocks:
-    """Return this rank's weights."""
+    """Return this rank's weights, or its adapters if it trains those."""
     return _blocks(model, {name: value.detach() for name, value in model.parameters.items()})
 
 
@@ -111,7 +111,8 @@ def gradients_before_step(model: MegatronModel) -> Iterator[list[Blocks]]:
 
     def catch(lr: float) -> tuple[float, bool]:
         gather_shards(model)
-        gradients = {name: value.main_grad for name, value in model.parameters.items()}
+        shards = model.state_layouts
+        gradients = {shard.name: model.parameters[shard.name].main_grad for shard in shards}
         caught.append(_blocks(model, gradients))
         return step(lr)
 
@@ -175,6 +176,6 @@ def _blocks(model: MegatronModel, values: dict[str, torch.Tensor]) -> Blocks:
             block.hf_rect,
             values[shard.name][block.local_rect.slices].to("cpu", copy=True),
         )
-        for shard in model.shard_layouts
+        for shard in model.state_layouts
         for block in shard.blocks
     ]

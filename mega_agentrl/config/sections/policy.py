@@ -50,10 +50,10 @@ class ModelConfig(Section, key="model"):
     is used in micro-batches whose trees have forks (`batch.trees`)."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     router_replay: RouterReplay = RouterReplay.sampled
-    """Whose routes a mixture-of-experts model replays in training, so that log-probs differ from
-    those of the engine, or of the log-prob pass, by the update alone and not by experts that
-    rounding has exchanged. The reference model uses its own. Models without experts have nothing to
-    replay."""
+    """Replay recorded experts when a mixture-of-experts model is trained, so that log-probs differ
+    from those of the engine, or of the log-prob pass, by the update alone and not by experts that
+    rounding has exchanged. The reference model uses its own experts. A model without experts has
+    nothing to replay."""
     freeze_vision: bool = False
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by

@@ -1,4 +1,4 @@
-"""Where the values of engine and policy part: each point of a decoder, in order of computation.
+"""Compares the values of engine and policy at each point of a decoder, in order of computation.
 
 A point is a value of a decoder for each token of a prompt: `embedding`, the points of each layer
 (`LAYER_POINTS`), `final_norm` and `log_probs`. The policy computes each half of a layer from the
@@ -44,7 +44,7 @@ CAUSES = {
     "final_norm": "weight or epsilon of the norm",
     "log_probs": "the output layer: its weight, or the dtype of its product",
 }
-"""What a difference at a kind of point usually comes from."""
+"""Usual cause of a difference, by kind of point."""
 
 RELATIVE_LIMITS = {"float32": 1e-5, "bfloat16": 1.5e-2}
 """Largest root mean square of the difference, relative to the engine's, by dtype."""

@@ -10,7 +10,7 @@ import torch
 
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
-from tests.parallel.policy_jobs import gather_shards
+from tests.parallel.policy_jobs import gradients_before_step, weights_of
 from tests.rank_shards import score, sft_step, update
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def train_adapters(
     scores = score(policy, "compute_log_probs", batch)
     reference = score(policy, "compute_log_probs", batch, True)
     stats, gradients = update_without_step(policy, batch)
-    adapters = _blocks(model, {name: p.detach() for name, p in model.parameters.items()})
+    adapters = weights_of(model)
     policy.export_hf(str(folder / "merged"))
     before = [value.clone() for value in weights(model)]
     losses = [sft_step(policy, batch, 1e-2).loss for _ in range(3)]
@@ -93,7 +93,7 @@ def resume_adapters(
     policy.load_hf(config.model.path)
     policy.load_checkpoint(str(folder / "checkpoint"))
     model = policy.megatron_model
-    adapters = _blocks(model, {name: p.detach() for name, p in model.parameters.items()})
+    adapters = weights_of(model)
     policy.export_hf(str(folder / f"resumed-{config.parallel.pipeline}"))
     loss = sft_step(policy, batch, 1e-2).loss
     policy.close()
@@ -105,7 +105,7 @@ def start_from_peft(rank_info: dict[str, Any], config: TrainConfig) -> Blocks:
     policy = PolicyRank(config, RankInfo(**rank_info))
     policy.load_hf(config.model.path)
     model = policy.megatron_model
-    adapters = _blocks(model, {name: p.detach() for name, p in model.parameters.items()})
+    adapters = weights_of(model)
     policy.close()
     return adapters
 
@@ -124,40 +124,14 @@ def fill(model: MegatronModel) -> None:
 
 def update_without_step(policy: PolicyRank, batch: TrainBatch) -> tuple[UpdateStats, Blocks]:
     """Return the stats and the gradients before clipping of an update with learning rate 0."""
-    model = policy.megatron_model
-    step, caught = model.optimizer.step, []
-
-    def catch(lr: float) -> tuple[float, bool]:
-        gather_shards(model)
-        gradients = {
-            shard.name: model.parameters[shard.name].main_grad for shard in model.state_layouts
-        }
-        caught.append(_blocks(model, gradients))
-        return step(lr)
-
-    model.optimizer.step = catch
-    try:
+    with gradients_before_step(policy.megatron_model) as caught:
         stats = update(policy, batch, lr=0.0)
-    finally:
-        model.optimizer.step = step
     return stats, caught[0]
 
 
 def weights(model: MegatronModel) -> list[torch.Tensor]:
     """Return the weights without adapters."""
     return [model.parameters[shard.name].detach() for shard in model.shard_layouts]
-
-
-def _blocks(model: MegatronModel, values: dict[str, torch.Tensor]) -> Blocks:
-    return [
-        (
-            block.hf_name,
-            block.hf_rect,
-            values[shard.name][block.local_rect.slices].to("cpu", copy=True),
-        )
-        for shard in model.state_layouts
-        for block in shard.blocks
-    ]
 
 
 def full_gradients(
