@@ -26,6 +26,7 @@ model: env ## create the tiny model and the data of the smoke run under runs/too
 	@$(if $(findstring experiment=smoke_calls,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/calls --task calls)
 	@$(if $(findstring experiment=smoke_orders,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/orders --task orders)
 	@$(if $(findstring experiment=smoke_moe,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/moe --num-experts 8)
+	@$(if $(findstring experiment=smoke_lora,$(ARGS)),test -f runs/smoke_sft/model/config.json || $(PY) -m mega_agentrl experiment=smoke_sft)
 	@$(if $(findstring experiment=smoke_vision,$(ARGS)),$(PY) tools/make_tiny_model.py --out runs/vision --task vision)
 
 smoke: model ## run the main job on this machine: an agent learns to use its tools

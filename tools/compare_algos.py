@@ -67,7 +67,7 @@ from tools.compare.task_runner import TaskRunner  # noqa: E402
 
 BUDGET_TOKENS = 100_000
 NUM_EVALUATIONS = 2
-SEEDS, TUNING_SEED, LEARNING_RATES = "1,2,3,4,5", 101, "1e-4,2e-4,4e-4"
+SEEDS, TUNING_SEED, LEARNING_RATES = "1,2,3,4,5", 101, "1e-4,3e-4"
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 ItemT = TypeVar("ItemT")
 

@@ -222,8 +222,7 @@ class MegatronModel:
         weight = self.parameters[name].detach()
         if name not in self._adapters:
             return weight
-        with torch.no_grad():
-            return self._adapters[name](weight)
+        return self._adapters[name].merged(weight)
 
     @property
     def is_trainable(self) -> bool:

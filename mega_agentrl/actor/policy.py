@@ -241,6 +241,10 @@ class PolicyRank(TrainableRank):
         """Return the layout of every parameter of this rank."""
         return list(self.megatron_model.shard_layouts)
 
+    def adapter_layout(self) -> list[ShardLayout]:
+        """Return the layout of every factor of this rank's adapters; empty without adapters."""
+        return list(self.megatron_model.adapter_layouts)
+
     def parameter(self, name: str) -> torch.Tensor:
         """Return this rank's tensor of the shard `name` of `layout`.
 
@@ -251,6 +255,15 @@ class PolicyRank(TrainableRank):
         """
         require_on_device("sending weights", {"weights"}, self.megatron_model.offloader.on_host)
         return self.megatron_model.merged_weight(name)
+
+    def stored_parameter(self, name: str) -> torch.Tensor:
+        """Return this rank's tensor of a shard of `layout` or `adapter_layout`, without merging.
+
+        Raises:
+            ValueError: If the weights are in host memory.
+        """
+        require_on_device("sending weights", {"weights"}, self.megatron_model.offloader.on_host)
+        return self.megatron_model.parameters[name].detach()
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a Hugging Face folder.

@@ -483,10 +483,14 @@ class Engine:
         if (reason := await self._worker_failures()) is not None:
             raise RuntimeError(f"{self.name}: joining the weight transfer failed: {reason}")
 
-    async def receive_weights(self, version: int) -> None:
+    async def receive_weights(self, version: int, contents: Sequence[str] = ("weights",)) -> None:
         """Receive the weights that the trainer is sending; called after `pause`.
 
         Waits for the last bucket of the session's plan, or the deadline of the session.
+
+        Args:
+            version: Weight version.
+            contents: Sessions of the link in which the trainer sends, in order.
 
         Raises:
             RuntimeError: Naming tensor, ranks and bucket; requests are then refused.
@@ -496,7 +500,9 @@ class Engine:
         if self._is_updating:
             raise RuntimeError(f"{self.name}: an update is in progress; finish or refuse it first")
         self._refusal_reason, self._is_updating = None, True
-        request = WeightTransferUpdateRequest(update_info={"version": version})
+        request = WeightTransferUpdateRequest(
+            update_info={"version": version, "contents": [str(content) for content in contents]}
+        )
         with self._blocking_call():
             await self._await_vllm(self._llm.start_weight_update())
             await self._await_vllm(self._llm.update_weights(request))

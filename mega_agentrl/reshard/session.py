@@ -4,6 +4,9 @@ All ranks of both sides join a session, trainer ranks first; the default process
 and vLLM are not touched. A session belongs to one plan. When the membership changes, the ranks of
 the new plan join a new session, with another key at the same store.
 
+A link has one session for all weights. Where engines merge adapters (`adapters`), it has a second
+one for these; then the first carries the weights below them.
+
     rank 0     store = open_store(address, timeout_s)
                session = TransferSession(address=address, port=store.port, plan=plan, ...)
     any rank   executor = join_session(session, rank, layout, store=store if rank == 0 else None)
@@ -16,6 +19,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -27,9 +31,17 @@ from mega_agentrl.reshard.transports.registry import check_transport, join_trans
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.config.sections.policy import LoraConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.transfer_plan import Hop, TransferPlan
     from mega_agentrl.reshard.topology import RankLocation
+
+
+class TransferContent(StrEnum):
+    """What a session carries."""
+
+    weights = "weights"
+    adapters = "adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +53,7 @@ class TransferSession:
     port: int
     """Port of the TCP store."""
     key: str
-    """Key prefix of this session at the store."""
+    """Key of the link, and with `content` the prefix of this session at the store."""
     plan: TransferPlan
     timeout_s: float
     """Deadline of every wait."""
@@ -49,9 +61,19 @@ class TransferSession:
     """Locations of all ranks, from which transports are chosen; without any, all use gloo."""
     transport: TransportKind = TransportKind.auto
     """Transport of all hops, which it must connect; auto chooses one for each pair of ranks."""
+    content: TransferContent = TransferContent.weights
+    """What the plan carries."""
+    lora: LoraConfig | None = None
+    """Adapters that the engines of the link merge; None if they get merged weights, or if there
+    are none."""
 
     def __post_init__(self) -> None:
         check_transport(self.transport, self.locations, self.hops())
+
+    @property
+    def store_prefix(self) -> str:
+        """Prefix of this session's keys at the store."""
+        return f"{self.key}/{self.content}"
 
     def hops(self) -> set[Hop]:
         """Return the (source, target) pairs of the plan."""
@@ -108,7 +130,7 @@ def join_session(
         if store is None:
             timeout = timedelta(seconds=session.timeout_s)
             store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
-        keyed_store = PrefixStore(session.key, store)
+        keyed_store = PrefixStore(session.store_prefix, store)
         keyed_store.set(f"joined/{rank}", "1")
         transport = join_transport(
             keyed_store,
@@ -136,7 +158,7 @@ def _describe_missing_ranks(session: TransferSession, store: TCPStore | None) ->
     """Name the ranks that did not join, if the store still answers."""
     if store is None:
         return "; the store did not answer"
-    keyed_store = PrefixStore(session.key, store)
+    keyed_store = PrefixStore(session.store_prefix, store)
     try:
         missing = [
             r for r in range(session.plan.world_size) if not keyed_store.check([f"joined/{r}"])

@@ -5,6 +5,10 @@
     sync_separately   the same for some engines over a temporary link, while the others keep
                       serving; the next `sync` opens a new link for all of them
 
+With `model.lora` the first update over a link carries the weights below the adapters, and each
+update the adapters, which the engines merge. Engines that sleep between updates lose their weights
+and get merged ones instead.
+
 Weights go from ranks to engines directly, not through the driver. An engine that has started an
 update serves again only after its digests match the trainer's and its log-probs of a fixed prompt
 agree with the policy's. After a failure the engines refuse requests. `coordinator` decides when to
@@ -23,10 +27,11 @@ import ray
 
 from mega_agentrl.reshard.device_location import rank_locations
 from mega_agentrl.reshard.link_planner import LinkPlanner
+from mega_agentrl.reshard.mapping.lora_layout import lora_shapes, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.traffic import count_traffic
-from mega_agentrl.reshard.session import TransferSession
+from mega_agentrl.reshard.session import TransferContent, TransferSession
 from mega_agentrl.reshard.transports.registry import bytes_by_transport
 from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
 from mega_agentrl.runtime.remote_calls import RemoteCallError, gather, gather_with_causes
@@ -41,6 +46,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.link_planner import LinkPlan
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
+    from mega_agentrl.reshard.topology import RankLocation
     from mega_agentrl.reshard.verify.digest_verifier import DigestVerifier
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
@@ -57,12 +63,12 @@ Workers = list[tuple["Sequence[ShardLayout]", "DeviceLocation"]]
 """Layout and location of every policy rank, or of every worker of an engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _SyncLink:
     """An open link to some engines, with the tables that verify its transfers."""
 
     key: str
-    """Key of the transfer session."""
+    """Key of the transfer sessions."""
     engine_indices: tuple[int, ...]
     """Engines that joined the link."""
     engine_actors: tuple[Any, ...]
@@ -71,8 +77,16 @@ class _SyncLink:
     """Computes the expected digests from the digests of the trainer ranks."""
     regions_by_engine: dict[int, list[np.ndarray]]
     """Indices of the digest regions by engine, one array per worker."""
-    traffic: TransferTraffic
-    """Bytes of the plan by rank and link type."""
+    traffic: dict[TransferContent, TransferTraffic]
+    """Bytes by rank and link type of the plan of each session."""
+    has_weights: bool = False
+    """Whether the engines have the weights below the adapters."""
+
+    def next_contents(self) -> list[TransferContent]:
+        """Return the sessions in which the next update is sent."""
+        if self.has_weights and TransferContent.adapters in self.traffic:
+            return [TransferContent.adapters]
+        return list(self.traffic)
 
 
 class WeightSynchronizer:
@@ -91,9 +105,16 @@ class WeightSynchronizer:
         self._config = config
         self._dtype = dtype
         self._model_shape = ModelShape.from_folder(config.model.path)
-        self._link_planner = LinkPlanner(
-            list(hf_shapes(self._model_shape)), dtype, config.weight_sync.bucket_mib * 2**20
+        shapes, bucket_bytes = hf_shapes(self._model_shape), config.weight_sync.bucket_mib * 2**20
+        self._link_planner = LinkPlanner(list(shapes), dtype, bucket_bytes)
+        lora = config.model.lora
+        self._lora = lora if lora.rank and not config.cluster.colocated else None
+        """The adapters that engines merge."""
+        self._adapter_planner = LinkPlanner(
+            list(lora_shapes(shapes, lora.rank, lora.targets)), dtype, bucket_bytes
         )
+        self._adapter_layouts: dict[int, list[ShardLayout]] = {}
+        """By id of the layout of the weights, which the planner keeps."""
         self._timeout_s = config.cluster.call_timeout_s
         self._link_keys = (f"link-{number}" for number in itertools.count())
         self._store_address: tuple[str, int] | None = None
@@ -101,7 +122,7 @@ class WeightSynchronizer:
         self._shared_link: _SyncLink | None = None
 
     def connect(self, engines: Sequence[int]) -> TransferTraffic:
-        """Plan the transfer to these engines and open the link; return the plan's traffic.
+        """Plan the transfer to these engines and open the link; return the traffic of all weights.
 
         Raises:
             ValueError: The shard layouts of the two sides do not fit together.
@@ -109,7 +130,7 @@ class WeightSynchronizer:
         """
         self.disconnect()
         self._shared_link = self._open_link(engines)
-        return self._shared_link.traffic
+        return self._shared_link.traffic[TransferContent.weights]
 
     def sync(
         self,
@@ -170,23 +191,6 @@ class WeightSynchronizer:
         locations = rank_locations(
             [location for _, location in itertools.chain(policy_workers, *engine_workers.values())]
         )
-        link_plan = self._link_planner.plan(
-            [layout for layout, _ in policy_workers],
-            [[layout for layout, _ in workers] for workers in engine_workers.values()],
-            locations,
-        )
-        if self._store_address is None:
-            self._store_address = self._policy.open_store(self._timeout_s)
-        host, port = self._store_address
-        session = TransferSession(
-            address=host,
-            port=port,
-            key=next(self._link_keys),
-            plan=link_plan.plan,
-            timeout_s=self._timeout_s / PEER_WAITS_PER_CALL,
-            locations=tuple(locations),
-            transport=self._config.weight_sync.transport,
-        )
         first_ranks = dict(
             zip(
                 engines,
@@ -197,7 +201,21 @@ class WeightSynchronizer:
                 strict=False,
             )
         )
+        policy_layouts = [layout for layout, _ in policy_workers]
+        engine_layouts = [[layout for layout, _ in workers] for workers in engine_workers.values()]
+        link_plan = self._link_planner.plan(policy_layouts, engine_layouts, locations)
+        session = self._make_session(link_plan, locations)
         self._join_ranks(session, link_plan, first_ranks)
+        traffic = {TransferContent.weights: _traffic(session)}
+        if self._lora is not None:
+            adapter_plan = self._adapter_planner.plan(
+                [self._adapter_layout(layout) for layout in policy_layouts],
+                [[self._adapter_layout(layout) for layout in engine] for engine in engine_layouts],
+                locations,
+            )
+            session = replace(session, plan=adapter_plan.plan, content=TransferContent.adapters)
+            self._join_ranks(session, adapter_plan, first_ranks)
+            traffic[TransferContent.adapters] = _traffic(session)
         return _SyncLink(
             session.key,
             tuple(engines),
@@ -210,11 +228,38 @@ class WeightSynchronizer:
                 ]
                 for engine, workers in engine_workers.items()
             },
-            replace(
-                count_traffic(link_plan.plan, locations),
-                transport_bytes=bytes_by_transport(link_plan.plan, locations, session.transport),
-            ),
+            traffic,
         )
+
+    def _make_session(
+        self, link_plan: LinkPlan, locations: Sequence[RankLocation]
+    ) -> TransferSession:
+        """Return the session of all weights of a new link."""
+        if self._store_address is None:
+            self._store_address = self._policy.open_store(self._timeout_s)
+        host, port = self._store_address
+        return TransferSession(
+            address=host,
+            port=port,
+            key=next(self._link_keys),
+            plan=link_plan.plan,
+            timeout_s=self._timeout_s / PEER_WAITS_PER_CALL,
+            locations=tuple(locations),
+            transport=self._config.weight_sync.transport,
+            lora=self._lora,
+        )
+
+    def _adapter_layout(self, layout: Sequence[ShardLayout]) -> list[ShardLayout]:
+        """Return the factors of the adapters of a rank's weights, the same object for equal ones.
+
+        Ranks name factors in their own way; the plan knows them by their Hugging Face names.
+        """
+        assert self._lora is not None, "asked for adapters alone"
+        if id(layout) not in self._adapter_layouts:
+            self._adapter_layouts[id(layout)] = lora_shards(
+                layout, self._lora.rank, self._lora.targets
+            )
+        return self._adapter_layouts[id(layout)]
 
     def _join_ranks(
         self, session: TransferSession, link_plan: LinkPlan, first_ranks: Mapping[int, int]
@@ -264,11 +309,11 @@ class WeightSynchronizer:
     def _sync_over_link(
         self, link: _SyncLink, version: int, release_policy: Callable[[], None] | None
     ) -> dict[str, float]:
-        start_s = time.perf_counter()
+        start_s, contents = time.perf_counter(), link.next_contents()
         try:
             self._call_engines(link, "pause", self._config.weight_sync.in_flight)
             paused_s = time.perf_counter()
-            source_digests = self._transfer(link, version)
+            source_digests = self._transfer(link, version, contents)
             transferred_s = time.perf_counter()
             self._verify(link, version, source_digests)
             verified_s = time.perf_counter()
@@ -277,21 +322,22 @@ class WeightSynchronizer:
         except (RemoteCallError, ValueError) as error:
             self._block_engines(link, f"the update to version {version} failed: {error}")
             raise
-        received_bytes = link.traffic.received_bytes.values()
-        rank_bytes = [sum(by_link) for by_link in zip(*received_bytes, strict=True)]
+        link.has_weights = True
         return {
-            "bytes_per_worker": float(max(rank_bytes[link.traffic.num_trainer_ranks :])),
+            "bytes_per_worker": _max_bytes_per_worker([link.traffic[one] for one in contents]),
             "total_s": time.perf_counter() - start_s,
             "transfer_s": transferred_s - paused_s,
             "verify_s": verified_s - transferred_s,
             "probe_gap": gap,
         }
 
-    def _transfer(self, link: _SyncLink, version: int) -> list[np.ndarray]:
+    def _transfer(
+        self, link: _SyncLink, version: int, contents: Sequence[TransferContent]
+    ) -> list[np.ndarray]:
         """Run the transfer and return the digests of every trainer rank."""
         engines = link.engine_indices
-        calls = self._policy.submit_to_ranks("send_weights", link.key, version)
-        receive_calls = self._engines.submit("receive_weights", version, engines=engines)
+        calls = self._policy.submit_to_ranks("send_weights", link.key, version, contents)
+        receive_calls = self._engines.submit("receive_weights", version, contents, engines=engines)
         # Engines first: they know the cause of a failure that ranks see as a lost connection.
         operation = f"transfer of weight version {version}"
         try:
@@ -362,6 +408,20 @@ class WeightSynchronizer:
             return gather(calls, operation, self._timeout_s, self._policy.check_alive)
         except RemoteCallError as error:
             raise self._policy.diagnose(error) from error
+
+
+def _traffic(session: TransferSession) -> TransferTraffic:
+    return replace(
+        count_traffic(session.plan, session.locations),
+        transport_bytes=bytes_by_transport(session.plan, session.locations, session.transport),
+    )
+
+
+def _max_bytes_per_worker(traffic: Sequence[TransferTraffic]) -> float:
+    """Return the most bytes that a rollout rank receives in some transfers."""
+    received_bytes = [by_rank for one in traffic for by_rank in one.received_bytes.values()]
+    rank_bytes = [sum(of_rank) for of_rank in zip(*received_bytes, strict=True)]
+    return float(max(rank_bytes[traffic[0].num_trainer_ranks :]))
 
 
 def _put_each(items: Sequence[Any], wrap: Callable[[Any], Any] = lambda item: item) -> list[Any]:

@@ -370,8 +370,10 @@ class WeightSource(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_co]):
     def join_weight_transfer(self, session: TransferGroupT_contra, regions: Any) -> None:
         """Join the other ranks of a transfer session, and compute digests of `regions` in it."""
 
-    def send_weights(self, key: str, version: int) -> DigestsT_co:
-        """Send this rank's part in the session with that key; returns digests of its regions."""
+    def send_weights(
+        self, key: str, version: int, contents: Sequence[str] = ("weights",)
+    ) -> DigestsT_co:
+        """Send this rank's part in the sessions of a link; returns digests of its regions."""
 
 
 class WeightSink(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_contra]):
@@ -383,7 +385,7 @@ class WeightSink(Protocol[LayoutT_co, TransferGroupT_contra, DigestsT_contra]):
     async def join_weight_transfer(self, session: TransferGroupT_contra, first_rank: int) -> None:
         """Make every worker join the other ranks of a transfer session, from rank `first_rank`."""
 
-    async def receive_weights(self, version: int) -> None:
+    async def receive_weights(self, version: int, contents: Sequence[str] = ("weights",)) -> None:
         """Receive all parts; raises `RuntimeError` naming tensor, ranks and bucket."""
 
     async def verify_weights(self, version: int, expected: Sequence[DigestsT_contra]) -> None:

@@ -4,7 +4,12 @@ import json
 
 import pytest
 from safetensors.torch import load_file
+from torch import Size
 
+from mega_agentrl.config.enums import LoraTarget
+from mega_agentrl.reshard.mapping.lora_layout import lora_shapes
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.train.metric_lines import metric_lines
@@ -36,12 +41,16 @@ def test_engines_serve_the_merged_weights_and_a_resumed_run_goes_on(assets, tmp_
     for line in lines:
         assert line["mismatch/logp_max_abs"] < 1e-4
         assert line["weight_sync/probe_gap"] < 1e-5
+    # Since its start the engine, of one worker, gets the adapters alone.
+    model = assets / "model"
+    shapes = lora_shapes(hf_shapes(ModelShape.from_folder(model)), 4, list(LoraTarget))
+    num_elements = sum(Size(shape).numel() for shape in shapes.values())
+    assert {line["weight_sync/bytes_per_worker"] for line in lines} == {4 * num_elements}
     # The adapters alone are saved; merged, they are the weights that the run has written.
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     assert manifest["lora"]["rank"] == 4
     size = sum(file.stat().st_size for file in checkpoint.glob("*.distcp"))
-    model = assets / "model"
     assert size < (model / "model.safetensors").stat().st_size
     arguments = [str(checkpoint), "--model", str(model)]
     assert export_hf.main([*arguments, "--out", str(tmp_path / "merged")]) == 0

@@ -22,7 +22,15 @@ from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from tests.config.refusals import refused_setting
 from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
-from tests.runtime.weight_sync_processes import NUM_RANKS, FakeEngine, FakeRank, hf_tensors
+from tests.runtime.weight_sync_processes import (
+    LORA,
+    NUM_RANKS,
+    FakeEngine,
+    FakeRank,
+    hf_tensors,
+    lora_tensors,
+    merged_tensors,
+)
 
 
 class Processes:
@@ -133,10 +141,10 @@ class Sides:
     def lose_engine(self, index):
         self.engines.report_lost(index, self.engines.actor(index), "lost")
 
-    def check_received(self, version):
+    def check_received(self, version, make_tensors=hf_tensors):
         folder = self.processes.folder
         shards = rollout_layout(ModelShape.from_folder(folder), 0, 1)
-        expected = cut(shards, hf_tensors(folder, version))
+        expected = cut(shards, make_tensors(folder, version))
         for index in (0, 1):
             received = self.call_engine(index, "received")
             assert received.keys() == expected.keys()
@@ -163,6 +171,31 @@ def test_every_engine_receives_its_shard_of_each_version(sides, folder):
         sides.check_received(version)
     each_time = "pause receive_weights verify_weights compute_prompt_log_probs resume".split()
     assert sides.history() == ["layout", "join_weight_transfer", *each_time * 2]
+
+
+def test_adapters_alone_are_sent_after_the_first_update(sides, processes, folder):
+    config = replace(processes.config, model=replace(processes.config.model, lora=LORA))
+    sides.weight_sync.__init__(sides.policy, sides.engines, config, dtype="float32")
+    sides.policy.call_all("use_adapters")
+    num_weight_bytes, num_adapter_bytes = (
+        sum(4 * tensor.numel() for tensor in make_tensors(folder, 0).values())
+        for make_tensors in (hf_tensors, lora_tensors)
+    )
+    for version, num_bytes in (
+        (1, num_weight_bytes + num_adapter_bytes),
+        (2, num_adapter_bytes),
+        (3, num_adapter_bytes),
+    ):
+        report = sides.sync(version)
+        assert report["bytes_per_worker"] == num_bytes
+        sides.check_received(version, merged_tensors)
+    # A process that replaces an engine has none of the weights yet.
+    sides.lose_engine(1)
+    sides.engines.wait_started(sides.engines.respawn_engine(1))
+    sides.engines.registry.mark_started(1)
+    report = sides.sync(4)
+    assert report["bytes_per_worker"] == num_weight_bytes + num_adapter_bytes
+    sides.check_received(4, merged_tensors)
 
 
 def test_running_requests_are_held_if_weights_are_sent_in_flight(sides):

@@ -3,8 +3,11 @@
 import ray
 import torch
 
+from mega_agentrl.config.sections.policy import LoraConfig
+from mega_agentrl.reshard.adapters import AdapterReceiver, exact_product
 from mega_agentrl.reshard.device_location import current_device_location
 from mega_agentrl.reshard.layout import PackedLayout
+from mega_agentrl.reshard.mapping.lora_layout import adapted_module, lora_shapes, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
@@ -16,6 +19,7 @@ from tests.reshard.faults import cut
 from tests.reshard.rollout_cuts import rollout_layout
 
 NUM_RANKS = 2
+LORA = LoraConfig(rank=2, alpha=4.0)
 
 
 def hf_tensors(folder, version):
@@ -23,6 +27,27 @@ def hf_tensors(folder, version):
     generator = torch.Generator().manual_seed(version)
     shapes = hf_shapes(ModelShape.from_folder(folder))
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def lora_tensors(folder, version):
+    """Return factors of adapters whose elements all differ, also between versions."""
+    generator = torch.Generator().manual_seed(100 + version)
+    shapes = hf_shapes(ModelShape.from_folder(folder))
+    factor_shapes = lora_shapes(shapes, LORA.rank, LORA.targets)
+    return {name: torch.randn(shape, generator=generator) for name, shape in factor_shapes.items()}
+
+
+def merged_tensors(folder, version):
+    """Return the weights of version 0 with the adapters of a version."""
+    merged, factors = hf_tensors(folder, 0), lora_tensors(folder, version)
+    for name, value in merged.items():
+        if adapted_module(name, LORA.targets) is not None:
+            module = name.removesuffix(".weight")
+            product = exact_product(
+                (factors[f"{module}.lora_B.weight"], factors[f"{module}.lora_A.weight"])
+            )
+            merged[name] = value + LORA.alpha / LORA.rank * product
+    return merged
 
 
 def logps_of(embedding, prompt):
@@ -35,7 +60,7 @@ class FakePolicyRank:
 
     def __init__(self, folder, rank):
         self.folder, self.rank, self.shift = folder, rank, 0
-        self.fails_to_leave = False
+        self.fails_to_leave = self.has_adapters = False
         self.resident_parts = {"weights"}
         shape = ModelShape.from_folder(folder)
         self.shards = megatron_layout(
@@ -44,7 +69,8 @@ class FakePolicyRank:
         self.set_version(0)
 
     def set_version(self, version, drift=False):
-        self.tensors = hf_tensors(self.folder, version)
+        self.version = version
+        self.tensors = hf_tensors(self.folder, 0 if self.has_adapters else version)
         self.parameters = cut(self.shards, self.tensors)
         if drift and self.rank:
             self.parameters["decoder.final_layernorm.weight"] += 1e-6
@@ -52,9 +78,25 @@ class FakePolicyRank:
     def layout(self):
         return self.shards
 
+    def adapter_layout(self):
+        return lora_shards(self.shards, LORA.rank, LORA.targets)
+
     def parameter(self, name):
         assert "weights" in self.resident_parts, "sent from host memory"
-        return self.parameters[name]
+        if not self.has_adapters:
+            return self.parameters[name]
+        shard = next(shard for shard in self.shards if shard.name == name)
+        merged = merged_tensors(self.folder, self.version)
+        return cut([shard], merged)[name]
+
+    def stored_parameter(self, name):
+        assert "weights" in self.resident_parts, "sent from host memory"
+        factors = cut(self.adapter_layout(), lora_tensors(self.folder, self.version))
+        return (self.parameters | factors)[name]
+
+    def use_adapters(self):
+        """From now on the version is that of adapters, over the weights of version 0."""
+        self.has_adapters = True
 
     def set_gpu_resident(self, parts):
         self.resident_parts = parts
@@ -79,7 +121,7 @@ class FakePolicyRank:
 class FakeRank(PolicyActor):
     def start(self, host, port):
         """Restore the initial state."""
-        for key in list(self._transfers_by_link):
+        for key in list(self._links):
             self.leave_weight_transfer(key)
         self._policy = FakePolicyRank(self._config.model.path, self._rank)
 
@@ -122,13 +164,28 @@ class FakeEngine:
         return [(PackedLayout.pack(self.rank_layout), current_device_location())]
 
     def join_weight_transfer(self, link, first_rank):
+        if link.content == "adapters":
+            self.adapter_executor = join_session(link, first_rank, self.adapters.layout)
+            return
         self.executor = join_session(link, first_rank, self.rank_layout)
         self.regions = ReceivedDigests(self.rank_layout, link.plan.dtype_of)
+        if link.lora is not None:
+            device = torch.device("cpu")
+            self.adapters = AdapterReceiver(self.rank_layout, link.lora, torch.float32, device)
 
-    def receive_weights(self, version):
+    def receive_weights(self, version, contents):
+        self.calls += [str(content) for content in contents if content == "adapters"]
         self.regions.reset()
         try:
-            self.executor.receive(self.writer, version)
+            if "weights" in contents:
+                self.executor.receive(self.writer, version)
+                self.below = {name: value.clone() for name, value in self.writer.params.items()}
+            if "adapters" in contents:
+                self.adapters.begin_update()
+                self.adapter_executor.receive(self.adapters, version)
+                for shard in self.rank_layout:
+                    merged = self.adapters.merge(shard, self.below[shard.name])
+                    self.writer.params[shard.name] = merged
         except (RuntimeError, ValueError):
             self.executor.close()
             raise

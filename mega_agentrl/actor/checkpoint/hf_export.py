@@ -28,6 +28,7 @@ from mega_agentrl.actor.checkpoint.sharded_state import (
     state_key,
 )
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
+from mega_agentrl.reshard.adapters import exact_product, merge_adapters
 from mega_agentrl.reshard.hf_checkpoint import (
     begin_export,
     finish_export,
@@ -168,10 +169,13 @@ def _merge_adapters(
         for name, whole in wholes.items()
     ]
     read_shards(folder, layout, shapes, merged)
-    for name, value in merged.items():
-        if (module := adapted_module(name, lora["targets"])) is not None:
+    scale = lora["alpha"] / lora["rank"]
+    for shard in layout:
+        if (module := adapted_module(shard.name, lora["targets"])) is not None:
             left, right = (adapters[f"{module}.lora_{factor}.weight"] for factor in "BA")
-            value += lora["alpha"] / lora["rank"] * (left @ right)
+            merged[shard.name] = merge_adapters(
+                merged[shard.name], shard, {module: (left, right)}, scale, exact_product
+            )
     return merged
 
 

@@ -1,10 +1,10 @@
 """Low-rank adapters of the linear layers, whose own weights are frozen.
 
-A layer with adapters computes with W + alpha / rank * B A. The sum is formed again in each pass,
-which costs as much as `rank` more tokens; it is the same matrix that `merged_weight` returns for
-the engines and for export. So the adapters work in every parallel layout, with recomputation and
-grouped experts, and engine and policy compute with the same weights. Memory for gradients and
-optimizer is that of the adapters; a pass needs room for one more weight of one layer.
+A layer with adapters computes with W + alpha / rank * B A (`reshard.adapters`). The sum is formed
+again in each pass, which costs as much as `rank` more tokens. So the adapters work in every
+parallel layout, with recomputation and grouped experts. Engines and exported folders have the same
+weights, but for a rounding in about one of 10^8 elements. Memory for gradients and
+optimizer is that of the adapters; merged weights are kept for the backward pass.
 
 Each tensor rank sees the gradient of its own part of a weight. The gradient of a factor that all
 tensor ranks hold (`lora_layout`) is summed over them in the backward pass.
@@ -20,18 +20,16 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
 from mega_agentrl.actor import device
-from mega_agentrl.reshard.mapping.lora_layout import (
-    adapted_module,
-    is_lora_replicated,
-    lora_shards,
-)
+from mega_agentrl.reshard.adapters import LowRankProduct, exact_product, merge_adapters
+from mega_agentrl.reshard.mapping.lora_layout import adapter_of, is_lora_replicated, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import is_expert_param
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mega_agentrl.actor.parallel.process_groups import ParallelGroups
     from mega_agentrl.config.sections.policy import LoraConfig
+    from mega_agentrl.reshard.adapters import Factors
     from mega_agentrl.reshard.layout import ShardLayout
 
 
@@ -58,53 +56,52 @@ class LoraWeight(torch.nn.ModuleDict):
     def __init__(
         self, shard: ShardLayout, config: LoraConfig, dtype: torch.dtype, groups: ParallelGroups
     ) -> None:
-        shapes = {one.name: one.shape for one in lora_shards([shard], config.rank, config.targets)}
-        prefixes = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
+        adapters = lora_shards([shard], config.rank, config.targets)
+        shapes = {adapter.name: adapter.shape for adapter in adapters}
+        modules = {
+            adapter.name.rpartition(".")[0]: adapter_of(adapter.blocks[0].hf_name)[0]
+            for adapter in adapters
+        }
         super().__init__(
             {
                 prefix.rpartition(".")[2]: LowRankFactors(
                     shapes[f"{prefix}.A"], shapes[f"{prefix}.B"], dtype
                 )
-                for prefix in prefixes
+                for prefix in modules
             }
         )
         self._shard = shard
-        self._targets = config.targets
         self._scale = config.alpha / config.rank
+        self._modules_of_keys = tuple(modules.values())
         collection = groups.pg_collection
         self._group = collection.expt_tp if is_expert_param(shard.name) else collection.tp
         self._replicated = {
-            factor: is_lora_replicated(f"{next(iter(prefixes))}.{factor}") for factor in "AB"
+            factor: is_lora_replicated(f"{next(iter(modules))}.{factor}") for factor in "AB"
         }
 
     def forward(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return the `[out, in]` weight with the changes of the adapters."""
-        change_OI = torch.zeros_like(weight_OI)
-        first_row: dict[str, int] = {}
-        products = {}
-        for block in self._shard.blocks:
-            module = adapted_module(block.hf_name, self._targets)
-            if module is None:
-                continue
-            target = module.rpartition(".")[2]
-            if target not in products:
-                factors = self[target]
-                left, right = (
-                    copy_to_tensor_model_parallel_region(value, group=self._group)
-                    if self._replicated[name] and self._group.size() > 1
-                    else value
-                    for name, value in (("B", factors.B), ("A", factors.A))
-                )
-                products[target] = self._scale * (left @ right)
-                first_row[target] = min(
-                    other.hf_rect.start[0]
-                    for other in self._shard.blocks
-                    if other.hf_name == block.hf_name
-                )
-            start = block.hf_rect.start[0] - first_row[target]
-            rows = slice(start, start + block.hf_rect.shape[0])
-            change_OI[block.local_rect.slices] = products[target][rows]
-        return weight_OI + change_OI
+        return self._merge(weight_OI, lambda factors: LowRankProduct.apply(*factors))
+
+    @torch.no_grad()
+    def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Return the weight that the engines have, with equal bits in any layout."""
+        return self._merge(weight_OI, exact_product)
+
+    def _merge(
+        self, weight_OI: torch.Tensor, product: Callable[[Factors], torch.Tensor]
+    ) -> torch.Tensor:
+        factors = {
+            module: (self._gathering("B", own.B), self._gathering("A", own.A))
+            for module, own in zip(self._modules_of_keys, self.values(), strict=True)
+        }
+        return merge_adapters(weight_OI, self._shard, factors, self._scale, product)
+
+    def _gathering(self, factor: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a factor whose gradient is summed over the tensor ranks if all of them hold it."""
+        if not self._replicated[factor] or self._group.size() == 1:
+            return value
+        return copy_to_tensor_model_parallel_region(value, group=self._group)
 
 
 def attach_adapters(

@@ -5,6 +5,9 @@ ranks or from workers of other engines, into its parameters (`weight_writer`). A
 the parameters of another (a tied output layer) receives nothing; at the end of an update it is
 repacked for its kernel from the shared parameter, which vLLM's reload does not do.
 
+On a link with adapters the weights below them are received once, and kept. An update then consists
+of the factors, which are merged here; all other modules stay as they are.
+
     ready     -> `start_weight_update`   -> receiving  parameters can be loaded
     receiving -> `receive_weights`       -> received   or failed
     received  -> `verify`                -> verified   or failed: digests differ
@@ -24,10 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -41,12 +45,12 @@ from vllm.model_executor.model_loader.reload import (
 
 from mega_agentrl.generator.weights.loader_trace import trace_worker_layout
 from mega_agentrl.generator.weights.weight_writer import ModuleWeightWriter
-from mega_agentrl.reshard.session import TransferSession, join_session
+from mega_agentrl.reshard.adapters import AdapterReceiver
+from mega_agentrl.reshard.session import TransferContent, TransferSession, join_session
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
     from mega_agentrl.reshard.executor import TransferExecutor
     from mega_agentrl.reshard.layout import ShardLayout
@@ -89,6 +93,8 @@ class ReshardUpdateInfo(WeightTransferUpdateInfo):
 
     version: int
     """Weight version that is being sent."""
+    contents: list[str] = field(default_factory=lambda: [TransferContent.weights])
+    """Sessions of the link in which it is sent, in order."""
 
 
 class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):
@@ -103,7 +109,8 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         self.failure: UpdateFailure | None = None
         self._state = UpdateState.ready
         self._layout: list[ShardLayout] | None = None
-        self._executor: TransferExecutor | None = None
+        self._executors: dict[str, TransferExecutor] = {}
+        self._adapters: AdapterReceiver | None = None
         self._writer: ModuleWeightWriter | None = None
         self._digests: ReceivedDigests | None = None
         self._tied_modules: dict[str, torch.nn.Module] = {}
@@ -137,36 +144,67 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
         return self._layout
 
     def init_transfer_engine(self, init_info: ReshardInitInfo) -> None:
-        """Join a session; returns when all of its ranks have joined."""
-        self.shutdown()
+        """Join a session; returns when all of its ranks have joined.
+
+        The session of all weights comes first, and leaves those of earlier links.
+        """
         self.failure = None
         with self._recording_failure("joining the weight transfer"):
             session = TransferSession.from_bytes(init_info.session)
             rank = init_info.first_rank + get_tensor_model_parallel_rank()
-            self._executor = join_session(session, rank, self.layout())
-            self._digests = ReceivedDigests(self.layout(), session.plan.dtype_of)
-            self._writer = ModuleWeightWriter(self.model, self.layout(), self._digests)
+            if session.content == TransferContent.adapters:
+                assert self._adapters is not None, "the session of weights has the settings"
+                executor = join_session(session, rank, self._adapters.layout)
+            else:
+                self.shutdown()
+                executor = join_session(session, rank, self.layout())
+                self._prepare_writer(session)
+            self._executors[session.content] = executor
+
+    def _prepare_writer(self, session: TransferSession) -> None:
+        layout, dtypes = self.layout(), session.plan.dtype_of
+        self._digests, self._adapters = ReceivedDigests(layout, dtypes), None
+        if session.lora is not None:
+            (dtype,) = {getattr(torch, name) for name in dtypes.values()}
+            device = next(self.model.parameters()).device
+            self._adapters = AdapterReceiver(layout, session.lora, dtype, device)
+        self._writer = ModuleWeightWriter(self.model, layout, self._digests, self._adapters)
 
     def start_weight_update(self) -> None:
         """Make the parameters loadable again."""
         self.failure = None
         with self._recording_failure("start of a weight update"):
-            if self._executor is None or self._writer is None:
+            if not self._executors:
                 raise ValueError("expected a session; none was joined, or it has failed")
-            self._state, self._tied_modules = UpdateState.receiving, find_tied_modules(self.model)
-            initialize_layerwise_reload(self.model)
-            self._writer.begin_update()
+            self._state, self._tied_modules = UpdateState.receiving, {}
 
     def receive_weights(self, update_info: ReshardUpdateInfo) -> None:
         """Receive all weights of one version."""
         if self._state is not UpdateState.receiving:
             return
         with self._recording_failure(f"weight version {update_info.version}"):
-            assert self._executor is not None, "checked at the start"
-            assert self._writer is not None, "created with the executor"
-            self._executor.receive(self._writer, update_info.version)
-            self._writer.check_complete()
+            for content in update_info.contents:
+                if content == TransferContent.weights:
+                    self._receive_all(update_info.version)
+                else:
+                    self._receive_adapters(update_info.version)
             self._state = UpdateState.received
+
+    def _receive_all(self, version: int) -> None:
+        assert self._writer is not None, "created with the executor"
+        self._tied_modules = find_tied_modules(self.model)
+        initialize_layerwise_reload(self.model)
+        self._writer.begin_update()
+        self._executors[TransferContent.weights].receive(self._writer, version)
+        self._writer.check_complete()
+
+    def _receive_adapters(self, version: int) -> None:
+        assert self._writer is not None, "created with the executor"
+        assert self._adapters is not None, "created with the executor"
+        self._adapters.begin_update()
+        self._executors[TransferContent.adapters].receive(self._adapters, version)
+        self._adapters.check_complete()
+        self._writer.merge_adapters()
 
     def verify(self, version: int, expected: np.ndarray) -> None:
         """Compare the received weights with the trainer's digests, `[regions, 2]` uint32."""
@@ -174,7 +212,6 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             return
         with self._recording_failure(f"weight version {version}"):
             assert self._digests is not None, "created with the executor"
-            assert self._executor is not None, "checked at the start"
             if mismatches := self._digests.find_mismatches(expected):
                 raise ValueError(self._mismatch_message(mismatches))
             self._state = UpdateState.verified
@@ -201,22 +238,24 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             self._state = UpdateState.released
 
     def shutdown(self) -> None:
-        """Leave the session."""
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
+        """Leave all sessions."""
+        for executor in self._executors.values():
+            executor.close()
+        self._executors = {}
 
     def _mismatch_message(self, mismatches: list[DigestRegion]) -> str:
         assert self._digests is not None, "created with the executor"
-        assert self._executor is not None, "checked at the start"
+        executor = self._executors[TransferContent.weights]
         name, rect = mismatches[0]
         routes = "; ".join(
             f"rank {source} in bucket {', '.join(map(str, buckets[:8]))}"
-            for source, buckets in self._executor.sources_of(name).items()
+            for source, buckets in executor.sources_of(name).items()
         )
+        if self._adapters is not None:
+            routes += ", before adapters were merged"
         others = [other for other in dict.fromkeys(region.hf_name for region in mismatches)][1:]
         return (
-            f"verification failed: {name} {rect} on rank {self._executor.rank} is not what the "
+            f"verification failed: {name} {rect} on rank {executor.rank} is not what the "
             f"trainer holds ({len(mismatches)} of {len(self._digests.regions)} regions differ); "
             f"it came from {routes}" + (f"; also wrong: {', '.join(others[:8])}" if others else "")
         )

@@ -24,6 +24,7 @@ import torch
 from vllm.model_executor.model_loader.reload.layerwise import (
     _layerwise_process,
     get_layerwise_info,
+    initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
@@ -32,6 +33,7 @@ from mega_agentrl.reshard.layout import round_up
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from mega_agentrl.reshard.adapters import AdapterReceiver
     from mega_agentrl.reshard.frames import PartBatch
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
@@ -113,9 +115,16 @@ class ModuleWeightWriter:
     """Implements `reshard.executor.WeightWriter` for one update after another."""
 
     def __init__(
-        self, model: torch.nn.Module, layout: Sequence[ShardLayout], digests: ReceivedDigests
+        self,
+        model: torch.nn.Module,
+        layout: Sequence[ShardLayout],
+        digests: ReceivedDigests,
+        adapters: AdapterReceiver | None = None,
     ) -> None:
         self._digests = digests
+        self._adapters = adapters
+        self._weights_below: dict[str, torch.Tensor] = {}
+        """Weights of the modules with adapters as they arrived, in host memory."""
         self._staging_pool = StagingBufferPool()
         self._pending_modules: dict[str, _PendingModule] = {}
         self._runs: dict[PartBatch, list[_ModuleRun]] = {}
@@ -168,7 +177,9 @@ class ModuleWeightWriter:
             self._digests.copy(parts, frame, params)
             pending.num_missing -= numel
             if pending.num_missing == 0:
-                self._finish_module(pending)
+                if self._has_adapters(pending):
+                    self._keep_weights(pending)
+                self._finish_module(pending, were_copied=True)
 
     def _make_runs(self, batch: PartBatch) -> list[_ModuleRun]:
         runs = []
@@ -191,6 +202,31 @@ class ModuleWeightWriter:
                 "probable cause: a plan that leaves out a slice"
             )
 
+    def merge_adapters(self) -> None:
+        """Write the weights with the adapters that were received into their modules.
+
+        All other modules stay as they are. The weights below the adapters must have arrived.
+        """
+        assert self._adapters is not None, "the link has a session of adapters"
+        for pending in self._pending_modules.values():
+            if not self._has_adapters(pending):
+                continue
+            initialize_layerwise_reload(pending.module)
+            drop_packed_linear(pending.module)
+            self._materialize(pending)
+            for attribute, shard in pending.shards.items():
+                parameter = getattr(pending.module, attribute).data
+                below = self._weights_below[shard.name].to(parameter.device)
+                parameter.copy_(self._adapters.merge(shard, below))
+            self._finish_module(pending, were_copied=False)
+        self._staging_pool.clear()
+
+    def _has_adapters(self, pending: _PendingModule) -> bool:
+        adapters = self._adapters
+        return adapters is not None and any(
+            adapters.has_adapters(shard.name) for shard in pending.shards.values()
+        )
+
     def _materialize(self, pending: _PendingModule) -> None:
         materialize_layer(pending.module, get_layerwise_info(pending.module))
         pending.is_materialized = True
@@ -209,10 +245,20 @@ class ModuleWeightWriter:
         for parameter, buffer in zip(heap_params, self._staging_pool.allocate(sizes), strict=True):
             parameter.data = buffer.view(parameter.dtype).view(parameter.shape)
 
-    def _finish_module(self, pending: _PendingModule) -> None:
+    def _keep_weights(self, pending: _PendingModule) -> None:
+        """Keep a copy of a module's weights, to which adapters are added in each update."""
+        for attribute, shard in pending.shards.items():
+            values = getattr(pending.module, attribute).data
+            below = torch.empty_like(values, device="cpu", pin_memory=values.is_cuda)
+            self._weights_below[shard.name] = below.copy_(values)
+
+    def _finish_module(self, pending: _PendingModule, *, were_copied: bool) -> None:
         self._digests.compute(
-            (shard, getattr(pending.module, attribute).data)
-            for attribute, shard in pending.shards.items()
+            (
+                (shard, getattr(pending.module, attribute).data)
+                for attribute, shard in pending.shards.items()
+            ),
+            were_copied=were_copied,
         )
         info = get_layerwise_info(pending.module)
         info.load_numel = info.load_numel_total or 0

@@ -11,6 +11,7 @@ whole rows, the same B (`linear_proj`, `linear_fc2`).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
 _ADAPTED = re.compile(r"(?P<module>.+\.(?P<target>\w+_proj))\.weight")
+_ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _MEGATRON_ADAPTER = re.compile(
     r".*\.linear_(?P<kind>qkv|proj|fc1|fc2)\.lora\.\w+\.(?P<factor>[AB])"
 )
@@ -28,6 +30,13 @@ def adapted_module(hf_name: str, targets: Collection[str]) -> str | None:
     """Return the name of the module whose weight this is, or None if it gets no adapter."""
     match = _ADAPTED.fullmatch(hf_name)
     return match["module"] if match and match["target"] in targets else None
+
+
+def adapter_of(hf_name: str) -> tuple[str, str]:
+    """Return the module and the factor, "A" or "B", of a tensor of an adapter."""
+    match = _ADAPTER.fullmatch(hf_name)
+    assert match is not None, f"{hf_name} is not of an adapter"
+    return match["module"], match["factor"]
 
 
 def lora_shapes(
@@ -46,15 +55,22 @@ def lora_shapes(
 def lora_shards(
     shards: Iterable[ShardLayout], rank: int, targets: Collection[str]
 ) -> list[ShardLayout]:
-    """Return the parameters of the adapters of a rank's weights, in the order of the weights."""
+    """Return the parameters of the adapters of a rank's weights, in the order of the weights.
+
+    They are named after the weight and the target. In a weight that joins several modules of one
+    target, as vLLM's experts do, the name has the module in place of the target.
+    """
     adapters = []
     for shard in shards:
         rects: dict[str, list[Rect]] = {}
         for block in shard.blocks:
             if (module := adapted_module(block.hf_name, targets)) is not None:
                 rects.setdefault(module, []).append(block.hf_rect)
+        num_modules = Counter(module.rpartition(".")[2] for module in rects)
         for module, parts in rects.items():
-            prefix = f"{shard.name.removesuffix('weight')}lora.{module.rpartition('.')[2]}"
+            target = module.rpartition(".")[2]
+            own_name = target if num_modules[target] == 1 else module
+            prefix = f"{shard.name.removesuffix('weight')}lora.{own_name}"
             rows, columns = (
                 (min(rect.start[dim] for rect in parts), max(rect.stop[dim] for rect in parts))
                 for dim in (0, 1)

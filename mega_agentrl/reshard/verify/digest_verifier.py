@@ -131,17 +131,20 @@ class ReceivedDigests:
         """Copy a batch from a frame to parameters, and add the digests of the copied values."""
         self._accumulator.copy(batch, frame, params)
 
-    def compute(self, shards: Iterable[tuple[ShardLayout, torch.Tensor]]) -> None:
+    def compute(
+        self, shards: Iterable[tuple[ShardLayout, torch.Tensor]], *, were_copied: bool = True
+    ) -> None:
         """Complete the digests of all blocks of some parameters.
 
         Args:
             shards: The parameters with their values, which are read where copies did not cover a
                 block.
+            were_copied: Whether `copy` made the values; if not, all of them are read.
         """
         missing, items = [], []
         for shard, values in shards:
             for index, block in self._blocks_by_param[shard.name]:
-                self._is_copied[index] = self._accumulator.is_covered(index)
+                self._is_copied[index] = were_copied and self._accumulator.is_covered(index)
                 if not self._is_copied[index]:
                     missing.append(index)
                     items.append(self._read_block(block, values))

@@ -12,7 +12,8 @@ To add an operation: a method on `PolicyRank`, an entry in `RANK_OPERATIONS`, a 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,18 @@ RANK_OPERATIONS = {
 """All methods of `actor.policy.PolicyRank` that the driver calls by name."""
 
 
+@dataclass(slots=True, kw_only=True)
+class _RankLink:
+    """The sessions of a link that a rank has joined."""
+
+    source_digests: SourceDigests
+    """Digests of the weights that the engines are to have."""
+    has_adapters: bool
+    """Whether the engines merge adapters, so that these are sent apart from the weights."""
+    executors: dict[str, TransferExecutor] = field(default_factory=dict)
+    """By content of the session."""
+
+
 class PolicyActor(RankActor):
     """Ray actor of one policy rank (`types.protocols.WeightSource`).
 
@@ -100,7 +113,7 @@ class PolicyActor(RankActor):
         super().__init__(config, rank, world_size, log_file, heartbeat)
         self._policy: Any = None
         self._tcp_store: Any = None
-        self._transfers_by_link: dict[str, tuple[TransferExecutor, SourceDigests]] = {}
+        self._links: dict[str, _RankLink] = {}
 
     def start(self, master_address: str, master_port: int) -> None:
         """Join the process groups and build the model, without loading weights."""
@@ -145,28 +158,50 @@ class PolicyActor(RankActor):
             session: The session, with this rank's part of the plan.
             regions: Pickled regions whose digests this rank computes in every transfer.
         """
-        from mega_agentrl.reshard.session import join_session
+        from mega_agentrl.reshard.session import TransferContent, join_session
         from mega_agentrl.reshard.verify.digest_verifier import SourceDigests
 
         layout = self.layout()
-        source_digests = SourceDigests(layout, pickle.loads(regions), session.plan.dtype_of)
+        if session.content == TransferContent.weights:
+            digests = SourceDigests(layout, pickle.loads(regions), session.plan.dtype_of)
+            self._links[session.key] = _RankLink(
+                source_digests=digests, has_adapters=session.lora is not None
+            )
+        else:
+            layout = self._policy.adapter_layout()
         with track_activity("joining the weight transfer", "the ranks of the link"):
             executor = join_session(session, self._rank, layout, store=self._tcp_store)
-        self._transfers_by_link[session.key] = (executor, source_digests)
+        self._links[session.key].executors[session.content] = executor
 
-    def send_weights(self, key: str, version: int) -> np.ndarray:
-        """Send this rank's part of the weights; return the digests of its regions."""
-        executor, source_digests = self._transfers_by_link[key]
-        shards = {s.name: self._policy.parameter(s.name) for s in self.layout()}
+    def send_weights(
+        self, key: str, version: int, contents: Sequence[str] = ("weights",)
+    ) -> np.ndarray:
+        """Send this rank's part of the weights; return the digests of its regions.
+
+        Args:
+            key: Key of the link.
+            version: Weight version.
+            contents: Sessions of the link to send in, in order.
+        """
+        link = self._links[key]
         with track_activity("weight transfer"):
-            executor.send(shards, version, source_digests.make_copy_fn())
-            return source_digests.compute(self._policy.parameter)
+            if not link.has_adapters:
+                shards = {s.name: self._policy.parameter(s.name) for s in self.layout()}
+                executor = link.executors["weights"]
+                executor.send(shards, version, link.source_digests.make_copy_fn())
+                return link.source_digests.compute(self._policy.parameter)
+            for content in contents:
+                layout = self.layout() if content == "weights" else self._policy.adapter_layout()
+                shards = {s.name: self._policy.stored_parameter(s.name) for s in layout}
+                link.executors[content].send(shards, version)
+            # Parts of fused weights come one after the other, often of two weights in turn.
+            return link.source_digests.compute(lru_cache(maxsize=2)(self._policy.parameter))
 
     def leave_weight_transfer(self, key: str) -> None:
-        """Leave a transfer session; does nothing if this rank is not in it."""
-        if key in self._transfers_by_link:
-            executor, _ = self._transfers_by_link.pop(key)
-            executor.close()
+        """Leave the sessions of a link; does nothing if this rank is in none."""
+        if key in self._links:
+            for executor in self._links.pop(key).executors.values():
+                executor.close()
 
 
 class PolicyGroup(RankGroup):

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from mega_agentrl.config.sections.policy import LoraConfig
 from mega_agentrl.generator.weights import transfer_engine as transfer
 from mega_agentrl.generator.weights.transfer_engine import (
     ReshardInitInfo,
@@ -21,6 +22,7 @@ from mega_agentrl.generator.weights.transfer_engine import (
 )
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.planner.transfer_plan import ParamSlice
+from mega_agentrl.reshard.session import TransferContent
 from mega_agentrl.reshard.verify.digest import compute_digests
 from tests.reshard.fake_rollout import frame_of
 
@@ -53,14 +55,14 @@ class FakeExecutor:
 def worker(monkeypatch):
     """A transfer engine whose `executor` the test may replace before it joins."""
     plan = SimpleNamespace(num_trainer_ranks=4, dtype_of={"w": "float32"})
-    session = SimpleNamespace(plan=plan)
+    session = SimpleNamespace(plan=plan, content=TransferContent.weights, lora=None)
     model = nn.Linear(3, 2, bias=False).requires_grad_(False)
     nn.init.zeros_(model.weight)
     record_metadata_for_reloading(model)
     model_config = SimpleNamespace(dtype=torch.float32)
     config = SimpleNamespace(parallel_config=None, model_config=model_config)
     receiver = ReshardTransferEngine(None, config, torch.device("cpu"), model)
-    receiver.executor = FakeExecutor()
+    receiver.executor, receiver.session = FakeExecutor(), session
     monkeypatch.setattr(transfer, "trace_worker_layout", lambda config: LAYOUT)
     monkeypatch.setattr(transfer.TransferSession, "from_bytes", lambda data: session)
     monkeypatch.setattr(transfer, "get_tensor_model_parallel_rank", lambda: 0)
@@ -168,6 +170,69 @@ def test_a_rejected_worker_refuses_in_any_state(worker, state):
     worker.verify(2, expected(VALUES * 2))
     worker.finish_weight_update()
     check_computes(worker, VALUES * 2)
+
+
+LORA_LAYOUT = [ShardLayout("weight", (2, 3), (Block("layer.q_proj.weight", RECT, RECT),))]
+FACTORS = {
+    "lora.q_proj.A": torch.tensor([[1.0, 2.0, 4.0]]),
+    "lora.q_proj.B": torch.tensor([[1.0], [-1.0]]),
+}
+CHANGE = torch.tensor([[2.0, 4.0, 8.0], [-2.0, -4.0, -8.0]])  # scale 2
+
+
+class FakeAdapterExecutor(FakeExecutor):
+    """Writes FACTORS, with B times the version."""
+
+    def receive(self, writer, version):
+        for name, value in FACTORS.items():
+            scaled = value * version if name.endswith("B") else value
+            rect = Rect.whole(tuple(value.shape))
+            writer.write(*frame_of({ParamSlice(name, rect): scaled}))
+
+
+@pytest.fixture
+def worker_with_adapters(worker, monkeypatch):
+    """A worker that has joined both sessions of a link."""
+    monkeypatch.setattr(transfer, "trace_worker_layout", lambda config: LORA_LAYOUT)
+    worker.session.lora = LoraConfig(rank=1, alpha=2.0)
+    worker.session.plan.dtype_of = {"layer.q_proj.weight": "float32"}
+    worker.init_transfer_engine(ReshardInitInfo(b"", first_rank=7))
+    worker.session.content = TransferContent.adapters
+    worker.executor = FakeAdapterExecutor()
+    worker.init_transfer_engine(ReshardInitInfo(b"", first_rank=7))
+    assert worker.failure is None
+    return worker
+
+
+def update(worker, version, contents, values):
+    worker.start_weight_update()
+    worker.receive_weights(ReshardUpdateInfo(version, contents))
+    worker.verify(version, expected(values))
+    worker.finish_weight_update()
+
+
+def test_adapters_are_merged_into_the_weights_below_in_each_update(worker_with_adapters):
+    worker = worker_with_adapters
+    update(worker, 1, ["weights", "adapters"], VALUES + CHANGE)
+    check_computes(worker, VALUES + CHANGE)
+    for version in (2, 5):
+        update(worker, version, ["adapters"], VALUES + version * CHANGE)
+        assert worker.failure is None
+        check_computes(worker, VALUES + version * CHANGE)
+
+
+def test_adapters_that_were_never_merged_are_refused(worker_with_adapters):
+    worker = worker_with_adapters
+    update(worker, 1, ["weights"], VALUES + CHANGE)
+    check_refuses(worker, r"weight version 1: verification failed: layer.q_proj.weight .*adapters")
+    assert not worker.executor.is_open
+
+
+def test_stale_adapters_are_refused(worker_with_adapters):
+    worker = worker_with_adapters
+    update(worker, 1, ["weights", "adapters"], VALUES + CHANGE)
+    update(worker, 1, ["adapters"], VALUES + 2 * CHANGE)
+    check_refuses(worker, "weight version 1: verification failed: layer.q_proj.weight ")
 
 
 def test_an_update_without_a_session_is_a_failure_and_changes_nothing(worker):
