@@ -10,12 +10,14 @@ the virtual pipeline stages of a rank as one run of layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.memory.engine import num_engine_rank_parameters
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.reshard.layout import round_up
+from mega_agentrl.reshard.mapping.lora_layout import lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.planner.owner_expansion import (
     TrainerParallelSizes,
@@ -37,10 +39,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEstimate:
-    """The predicted traffic and time of one full weight update."""
+    """The predicted traffic and time of one full weight update.
+
+    With adapters that the engines merge, this is the first update; later ones send the adapters
+    alone.
+    """
 
     max_bytes_per_engine_rank: int
     """Bytes that the engine rank with the largest shards receives."""
+    adapter_bytes_per_engine_rank: int
+    """Bytes of the adapters that an engine rank receives in each update; 0 if it gets weights."""
     bytes_by_link: dict[str, int]
     """Total bytes by link type."""
     min_network_bytes: int
@@ -93,12 +101,22 @@ def estimate_transfer(
     )
     return TransferEstimate(
         max_bytes_per_engine_rank=max_received_bytes,
+        adapter_bytes_per_engine_rank=_adapter_bytes(config, shape, DTYPE_BYTES[dtype]),
         bytes_by_link={str(link): traffic.total_bytes(link) for link in LinkType},
         min_network_bytes=traffic.min_network_bytes,
         num_buckets=len(plan.buckets),
         predicted_s=traffic.predicted_s,
         lower_bound_s=max_received_bytes / speeds.network,
     )
+
+
+def _adapter_bytes(config: TrainConfig, shape: ModelShape, item_bytes: int) -> int:
+    lora = config.model.lora
+    if not lora.rank or config.cluster.colocated:
+        return 0
+    layout = engine_shard_layouts(shape, 0, config.engine.tensor_parallel_size)
+    adapters = lora_shards(layout, lora.rank, lora.targets)
+    return item_bytes * sum(prod(adapter.shape) for adapter in adapters)
 
 
 def trainer_parallel_sizes(config: TrainConfig, shape: ModelShape) -> TrainerParallelSizes:

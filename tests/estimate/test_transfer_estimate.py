@@ -6,7 +6,7 @@ from math import prod
 
 import pytest
 
-from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.config.sections.policy import LoraConfig, ParallelConfig
 from mega_agentrl.estimate.device import DeviceSpec
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts
 from mega_agentrl.estimate.weight_transfer import (
@@ -14,6 +14,7 @@ from mega_agentrl.estimate.weight_transfer import (
     plan_rank_locations,
     trainer_parallel_sizes,
 )
+from mega_agentrl.reshard.mapping.lora_layout import lora_shapes
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.planner import plan_transfer
@@ -96,3 +97,14 @@ def test_colocated_engines_are_placed_with_the_policy():
     places = plan_rank_locations(8, 2, 3, 4, colocated=True)
     assert places[8:] == places[:6]
     assert places[13] == RankLocation(1, 1)
+
+
+def test_adapters_that_engines_merge_are_counted_apart():
+    shape = released("qwen3-32b", **SMALL)
+    config = configured(tensor=2, data=2, engine=1, engines=2)
+    config.model.lora = LoraConfig(rank=2)
+    shapes = lora_shapes(hf_shapes(shape), 2, config.model.lora.targets)
+    got = estimate_transfer(config, shape, DeviceSpec())
+    assert got.adapter_bytes_per_engine_rank == 2 * sum(map(prod, shapes.values()))
+    config.cluster.colocated = True
+    assert estimate_transfer(config, shape, DeviceSpec()).adapter_bytes_per_engine_rank == 0

@@ -19,6 +19,7 @@ from tools import (
     bench_logprob,
     bench_memory,
     bench_neighbours,
+    bench_replay,
     bench_reshard,
     bench_rollout,
     bench_sandbox,
@@ -55,6 +56,11 @@ def run_benchmark(name, *arguments):
             {"memory/T2048/TP1": "MiB", "forward_backward/T2048/TP2": "s"},
         ),
         (
+            "replay",
+            ["--requests", "4", "--tokens", "8", "--repeats", "1"],
+            {"rollout/bytes": "bytes", "batch/bytes": "bytes", "update/seconds": "s"},
+        ),
+        (
             "sandbox",
             ["--calls", "12"],
             {
@@ -66,7 +72,7 @@ def run_benchmark(name, *arguments):
             },
         ),
     ],
-    ids=["logprob", "sandbox"],
+    ids=["logprob", "replay", "sandbox"],
 )
 def test_chosen_cases_are_measured(name, arguments, unit_by_case):
     lines = run_benchmark(name, *arguments, "--cases", ",".join(unit_by_case))
@@ -158,12 +164,23 @@ def test_driver_seconds_add_up():
         (bench_driver.main, "seconds/ares"),
         (bench_logprob.main, "forward_backward/T4096/TP2/H4096"),
         (bench_reshard.main, "memory/rollout/gloo/verl"),
+        (bench_replay.main, "batch/bytes"),
         (bench_sandbox.main, "stateful/p99"),
         (bench_neighbours.main, "stateful/fork bomb/fork-max"),
         (bench_tree.main, "memory/chain20/dense"),
         (bench_workspace.main, "fork/10MB/p50"),
     ],
-    ids=["batch", "driver", "logprob", "reshard", "sandbox", "neighbours", "tree", "workspace"],
+    ids=[
+        "batch",
+        "driver",
+        "logprob",
+        "reshard",
+        "replay",
+        "sandbox",
+        "neighbours",
+        "tree",
+        "workspace",
+    ],
 )
 def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert main(["--cases", "transfer/pigeon/verl"]) == 2

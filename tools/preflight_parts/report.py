@@ -210,8 +210,12 @@ def _transfer_line(transfer: TransferEstimate) -> str:
         f"{_format_bytes(value)} {name.replace('_', ' ')}"
         for name, value in transfer.bytes_by_link.items()
     )
+    adapters = ""
+    if num_bytes := transfer.adapter_bytes_per_engine_rank:
+        adapters = f" in the first update, then {_format_bytes(num_bytes)} of adapters"
     return (
-        f"weight transfer: {_format_bytes(transfer.max_bytes_per_engine_rank)} to an engine rank; "
+        f"weight transfer: {_format_bytes(transfer.max_bytes_per_engine_rank)} to an engine rank"
+        f"{adapters}; "
         f"in total {by_link}; predicted {transfer.predicted_s:.2f} s; lower bound "
         f"{transfer.lower_bound_s:.2f} s (an engine rank's own bytes over one network link)"
     )
