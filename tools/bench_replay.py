@@ -105,6 +105,7 @@ def make_requests(args: argparse.Namespace) -> list[GenerateRequest]:
             token_ids=tuple(rng.integers(5, 2000, PROMPT_TOKENS).tolist()),
             max_tokens=args.tokens,
             seed=number,
+            routes_start=0,
         )
         for number in range(args.requests)
     ]
@@ -113,10 +114,10 @@ def make_requests(args: argparse.Namespace) -> list[GenerateRequest]:
 async def measure_rollout(args: argparse.Namespace, folder: str) -> tuple[Sides, Sides, list[int]]:
     """Return the seconds and bytes of a round of both engines, and the tokens of the answers."""
     from mega_agentrl.generator.engine import Engine
+    from mega_agentrl.generator.environment import set_vllm_environment
 
-    config = EngineConfig(
-        max_model_len=PROMPT_TOKENS + args.tokens, cpu_kv_cache_gib=1, gpu_memory_utilization=0.5
-    )
+    config = EngineConfig(max_model_len=PROMPT_TOKENS + args.tokens, cpu_kv_cache_gib=1)
+    set_vllm_environment(config, log_path=Path(folder) / "vllm.log")
     engines = [
         await Engine().start(config, folder, seed=0, load_weights=True, return_routes=has_routes)
         for has_routes in (True, False)
