@@ -44,7 +44,6 @@ from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.data.sft_dataset import Demonstration, collate_demonstrations  # noqa: E402
 from mega_agentrl.estimate.flops import peak_flops, train_flops  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from tools.measurement import bench_line  # noqa: E402
 
 LEARNING_RATE = 1e-5
@@ -107,21 +106,11 @@ def measure_ours(
     folder: Path, token_RT: torch.Tensor, device: torch.device, repeats: int
 ) -> StepCost:
     """Measure steps of a policy rank with the weights of a folder on the same token ids."""
-    from mega_agentrl.actor.megatron_model import RankInfo
-    from mega_agentrl.actor.policy import PolicyRank
+    from tools.one_rank import start_policy
 
     config = TrainConfig(model=ModelConfig(path=str(folder), dtype=Dtype.bfloat16))
     config.optim.micro_batch_tokens = token_RT.numel()
-    rank_info = RankInfo(
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=free_port(),
-        timeout_s=300.0,
-        num_threads=torch.get_num_threads(),
-    )
-    policy = PolicyRank(config, rank_info)
-    policy.load_hf(str(folder))
+    policy = start_policy(config)
     # Every token but the first of a row is trained on.
     batch = collate_demonstrations(
         [

@@ -41,22 +41,17 @@ import transformers
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from mega_agentrl.actor.megatron_model import RankInfo  # noqa: E402
-from mega_agentrl.actor.policy import PolicyRank  # noqa: E402
-from mega_agentrl.batch.packed_rows import POLICY_TARGETS, PackedRows  # noqa: E402
-from mega_agentrl.batch.row_sharding import RowSharder, ScoringShard, UpdateShard  # noqa: E402
 from mega_agentrl.config.enums import Dtype  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.config.sections.runtime import EngineConfig  # noqa: E402
-from mega_agentrl.estimate.flops import pairs_per_token  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from mega_agentrl.types.records import GenerateRequest, Generation  # noqa: E402
 from mega_agentrl.types.routes import TokenRoutes  # noqa: E402
 from tools.bench_tree import RowShape, TreeShape, make_batch  # noqa: E402
 from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.one_rank import make_shards, start_policy  # noqa: E402
 
 CASES = (
     "rollout/seconds",
@@ -157,41 +152,15 @@ class ActorBench:
         self.repeats = args.repeats
         shape = ModelShape.from_folder(folder)
         self.config = TrainConfig(model=ModelConfig(path=folder, dtype=Dtype.float32))
-        self.policy = PolicyRank(
-            self.config,
-            RankInfo(
-                rank=0,
-                world_size=1,
-                master_address="127.0.0.1",
-                master_port=free_port(),
-                timeout_s=300.0,
-                num_threads=torch.get_num_threads(),
-            ),
-        )
-        self.policy.load_hf(folder)
+        self.policy = start_policy(self.config)
         row = RowShape(spans=((args.tokens, True),))
         trees = [TreeShape(prompt_length=PROMPT_TOKENS, rows=(row,))] * args.requests
         plain = make_batch(trees, shape.vocab_size)
         self.num_tokens = sum(map(len, plain.prompt_ids)) + int(plain.length_B.sum())
         self.shards = {
-            "plain": self.make_shards(plain, shape),
-            "replayed": self.make_shards(with_random_routes(plain, args), shape),
+            "plain": make_shards(self.config, plain, share=False),
+            "replayed": make_shards(self.config, with_random_routes(plain, args), share=False),
         }
-
-    def make_shards(self, batch: TrainBatch, shape: ModelShape) -> tuple[ScoringShard, UpdateShard]:
-        """Return what the rank is sent of a batch."""
-        sharder = RowSharder.from_config(self.config, pairs_per_token(shape))
-        rows = PackedRows.from_batch(batch, share=False)
-        scored = sharder.scoring_shards(rows)
-        (update,) = sharder.update_shards(
-            batch,
-            [batch.mask_BT],
-            rows=rows,
-            aggregation=str(self.config.algo.loss_aggregation),
-            targets=POLICY_TARGETS,
-            scored=scored,
-        )
-        return scored[0], update
 
     def measure_bytes(self) -> Sides:
         """Return the size of what the rank is sent."""

@@ -70,15 +70,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from mega_agentrl.actor.megatron_model import RankInfo  # noqa: E402
 from mega_agentrl.actor.model.packed_attention import (  # noqa: E402
     PackedAttention,
     PackedTreeParams,
 )
-from mega_agentrl.actor.policy import PolicyRank  # noqa: E402
-from mega_agentrl.batch.packed_rows import POLICY_TARGETS, PackedRows, unpack_scores  # noqa: E402
+from mega_agentrl.batch.packed_rows import unpack_scores  # noqa: E402
 from mega_agentrl.batch.row_sharding import (  # noqa: E402
-    RowSharder,
     ScoringShard,
     UpdateShard,
 )
@@ -87,13 +84,13 @@ from mega_agentrl.config.enums import Dtype, TreeAttention  # noqa: E402
 from mega_agentrl.config.schema import TrainConfig  # noqa: E402
 from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.estimate.device import MIB  # noqa: E402
-from mega_agentrl.estimate.flops import pairs_per_token, train_flops  # noqa: E402
+from mega_agentrl.estimate.flops import train_flops  # noqa: E402
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY  # noqa: E402
 from mega_agentrl.reshard.layout import round_up  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from mega_agentrl.runtime.free_port import free_port  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
+from tools.one_rank import make_shards, start_policy  # noqa: E402
 
 SIDES = ("flat", "ours", "dense", *(("gather",) if torch.cuda.is_available() else ()))
 KINDS = ("update", "logp", "memory")
@@ -314,34 +311,12 @@ class Bench:
         dtype = Dtype.bfloat16 if self.device.type == "cuda" else Dtype.float32
         self.config = TrainConfig(model=ModelConfig(path=job.folder, dtype=dtype))
         self.config.optim.micro_batch_tokens = _budget_tokens(self.batch)
-        self.policy = PolicyRank(
-            self.config,
-            RankInfo(
-                rank=0,
-                world_size=1,
-                master_address="127.0.0.1",
-                master_port=free_port(),
-                timeout_s=300.0,
-                num_threads=1 if job.is_cpu_time else torch.get_num_threads(),
-            ),
-        )
-        self.policy.load_hf(job.folder)
+        self.policy = start_policy(self.config, num_threads=1 if job.is_cpu_time else None)
         self.shards = {side: self.make_shards(self.batch, side) for side in job.sides}
 
     def make_shards(self, batch: TrainBatch, side: str) -> tuple[ScoringShard, UpdateShard]:
         """Return what a rank is sent of a batch."""
-        sharder = RowSharder.from_config(self.config, pairs_per_token(self.shape))
-        rows = PackedRows.from_batch(batch, share=side != "flat")
-        scored = sharder.scoring_shards(rows)
-        (update,) = sharder.update_shards(
-            batch,
-            [batch.mask_BT],
-            rows=rows,
-            aggregation=str(self.config.algo.loss_aggregation),
-            targets=POLICY_TARGETS,
-            scored=scored,
-        )
-        return scored[0], update
+        return make_shards(self.config, batch, share=side != "flat")
 
     def run(
         self, kind: str, side: str, shards: tuple[ScoringShard, UpdateShard]
