@@ -8,7 +8,7 @@ added to W in float32 and rounded once to the dtype of W. `exact_product` adds t
 element in the same order, whatever part of the matrix a rank holds, so that the results of policy
 and engine are equal to the bit and have the same digests. These digests of merged weights prove
 that the right factors arrived, and that they were merged with the right scale into the right
-weights. In training, `LowRankProduct` leaves the order to a matrix product; the results differ in
+weights. In training, `fast_product` leaves the order to a matrix product; the results differ in
 about one of 10^8 elements.
 """
 
@@ -39,16 +39,20 @@ def exact_product(factors: Factors) -> torch.Tensor:
     return _multiply_rows(factors, _add_terms)
 
 
-class LowRankProduct(torch.autograd.Function):
-    """B A as float32 `[out, in]` from B `[out, rank]` and A `[rank, in]`, with gradients."""
+def fast_product(factors: Factors) -> torch.Tensor:
+    """Return B A as float32 `[out, in]`, with gradients, by a matrix product."""
+    apply: Callable[..., torch.Tensor] = _LowRankProduct.apply
+    return apply(*factors)
 
+
+class _LowRankProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, left_OR: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, left_OR: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(left_OR, right_RI)
         return _multiply_rows((left_OR, right_RI), torch.mm)
 
     @staticmethod
-    def backward(ctx: Any, grad_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: D102
+    def backward(ctx: Any, grad_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         left_OR, right_RI = ctx.saved_tensors
         grad_left_OR = grad_OI @ right_RI.to(grad_OI.dtype).t()
         grad_right_RI = left_OR.to(grad_OI.dtype).t() @ grad_OI

@@ -20,7 +20,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
 from mega_agentrl.actor import device
-from mega_agentrl.reshard.adapters import LowRankProduct, exact_product, merge_adapters
+from mega_agentrl.reshard.adapters import exact_product, fast_product, merge_adapters
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, is_lora_replicated, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import is_expert_param
 
@@ -81,7 +81,7 @@ class LoraWeight(torch.nn.ModuleDict):
 
     def forward(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return the `[out, in]` weight with the changes of the adapters."""
-        return self._merge(weight_OI, lambda factors: LowRankProduct.apply(*factors))
+        return self._merge(weight_OI, fast_product)
 
     @torch.no_grad()
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
