@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TransferContent(StrEnum):
-    """What a session carries."""
+    """Parameters that a session transfers."""
 
     weights = "weights"
     adapters = "adapters"
@@ -62,7 +62,7 @@ class TransferSession:
     transport: TransportKind = TransportKind.auto
     """Transport of all hops, which it must connect; auto chooses one for each pair of ranks."""
     content: TransferContent = TransferContent.weights
-    """What the plan carries."""
+    """Parameters that the plan transfers."""
     lora: LoraConfig | None = None
     """Adapters that the engines of the link merge; None if they get merged weights, or if there
     are none."""
