@@ -127,7 +127,12 @@ def _serve_engine(pipe: Connection, config: TrainConfig, folder: str, tokens: li
     from mega_agentrl.generator.environment import set_vllm_environment
 
     log_path = Path(tempfile.mkdtemp(prefix="find_mismatch-")) / "engine.log"
-    set_vllm_environment(config.engine, on_gpu=torch.cuda.is_available(), log_path=log_path)
+    set_vllm_environment(
+        config.engine,
+        on_gpu=torch.cuda.is_available(),
+        log_path=log_path,
+        exact_model=folder if config.model.zero_mismatch else "",
+    )
     pipe.send(asyncio.run(_run_engine(config, folder, tokens)))
 
 

@@ -45,6 +45,8 @@ def describe_kernels(model: MegatronModel) -> str:
         "experts": _expert_kernel(model, modules),
         "vocabulary head": _head_kernel(model),
     }
+    if model.is_exact:
+        kernels |= dict.fromkeys(("attention", "norm", "rope", "vocabulary head"), "exact")
     line = ", ".join(f"{part} {kernel}" for part, kernel in kernels.items() if kernel)
     error = device.transformer_engine_error
     return f"{line} ({_TRANSFORMER_ENGINE} cannot be imported: {error})" if error else line

@@ -119,7 +119,7 @@ class MegatronModel:
 
     With `is_trainable=False` the weights are frozen: there are no gradient buffers and no
     optimizer, and `train_step` must not be called. With `lora` the weights have adapters, which are
-    trained in their place.
+    trained in their place. With `exact` a dense text model on CPUs computes with `numerics`.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class MegatronModel:
         *,
         is_trainable: bool = True,
         lora: LoraConfig | None = None,
+        exact: bool = False,
     ) -> None:
         self.config = config
         self.shape = shape
@@ -162,7 +163,9 @@ class MegatronModel:
             tree_attention=config.model.tree_attention,
             image_processor=ImageProcessor(config.model.path) if shape.vision else None,
             has_adapters=lora is not None,
+            exact=exact,
         )
+        self.is_exact = exact
         self._adapters = {} if lora is None else self._attach_adapters(chunks, lora)
         check_parameter_shapes(chunks, [*self.shard_layouts, *self.adapter_layouts])
         # The keys are the names in `shard_layouts` and `adapter_layouts`.

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mega_agentrl.actor import device
 from mega_agentrl.actor.kernels import describe_kernels
 from mega_agentrl.actor.megatron_model import (
     MegatronModel,
@@ -35,6 +36,7 @@ from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, req
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
 from mega_agentrl.config.enums import RouterReplay
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -64,14 +66,24 @@ class PolicyRank(TrainableRank):
         # Import a user's loss now, so that a missing file is an error before the first update.
         find_loss(config.algo)
         shape = ModelShape.from_folder(config.model.path)
+        if config.model.zero_mismatch and device.has_cuda():
+            raise ConfigError(
+                "model.zero_mismatch",
+                True,
+                "False on GPUs, where vLLM's kernels have not been replaced",
+                "the settings of a run on CPUs",
+            )
         self.megatron_model = MegatronModel(
             config,
             shape,
             rank_info,
             is_trainable=not config.is_eval_only,
             lora=config.model.lora if config.model.lora.rank else None,
+            exact=config.model.zero_mismatch,
         )
-        self._vocab_shard = make_vocab_shard(self.megatron_model.shape, self.megatron_model.groups)
+        self._vocab_shard = make_vocab_shard(
+            shape, self.megatron_model.groups, exact=config.model.zero_mismatch
+        )
         self._reference: ReferenceWeights | None = None
         self._profiler = StepProfiler()
 

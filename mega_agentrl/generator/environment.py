@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 HOST_PID_VARIABLE = "MEGA_AGENTRL_ENGINE_HOST_PID"
 """Variable with the id of the process that hosts the engine, with which vLLM's processes end."""
 
+EXACT_MODEL_VARIABLE = "MEGA_AGENTRL_EXACT_MODEL"
+"""Variable with the folder of the model whose layers compute with `numerics`."""
+
 ONEDNN_CACHE_CAPACITY = 128
 """Number of compiled kernels that a worker keeps, one per batch size and weight shape.
 
@@ -31,6 +34,7 @@ def set_vllm_environment(
     deterministic: bool = False,
     gpus: str | None = None,
     log_path: Path | None = None,
+    exact_model: str = "",
 ) -> None:
     """Set vLLM's variables in this process; must run before the first `import vllm`.
 
@@ -42,6 +46,7 @@ def set_vllm_environment(
             variable unchanged.
         log_path: File for vLLM's log lines, including those of its child processes; None for
             stderr.
+        exact_model: Model folder if vLLM's layers shall compute with `numerics`, else empty.
     """
     variables = {
         HOST_PID_VARIABLE: str(os.getpid()),
@@ -65,6 +70,8 @@ def set_vllm_environment(
         variables |= _cpu_variables(config)
     if deterministic:
         variables |= {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if exact_model:
+        variables[EXACT_MODEL_VARIABLE] = exact_model
     if log_path is not None:
         variables["VLLM_LOGGING_CONFIG_PATH"] = str(_write_logging_config(log_path))
     os.environ.update(variables)

@@ -1,7 +1,8 @@
 """Plugin that vLLM loads in each of its processes (entry point `vllm.general_plugins`).
 
 It registers the weight-transfer engine, replaces processors that need torchvision where that is
-missing, lets engines on CPUs return the experts of tokens, and kills the process when the process
+missing, lets engines on CPUs return the experts of tokens, replaces the layers of engines whose
+log-probs shall be exactly the policy's, and kills the process when the process
 that hosts the engine ends. Otherwise vLLM's engine core would not notice that its host was killed,
 and would hold its memory or GPU forever.
 """
@@ -13,7 +14,7 @@ import select
 import signal
 import threading
 
-from mega_agentrl.generator.environment import HOST_PID_VARIABLE
+from mega_agentrl.generator.environment import EXACT_MODEL_VARIABLE, HOST_PID_VARIABLE
 
 WEIGHT_TRANSFER_BACKEND = "mega_reshard"
 
@@ -34,6 +35,10 @@ def register() -> None:
     )
     replace_torchvision_processors()
     accept_v1_runner()
+    if model_folder := os.environ.get(EXACT_MODEL_VARIABLE):
+        from mega_agentrl.generator.exact_layers import use_exact_layers
+
+        use_exact_layers(model_folder)
     host_pid = os.environ.get(HOST_PID_VARIABLE)
     if host_pid is not None and int(host_pid) != os.getpid():
         die_with_process(int(host_pid))

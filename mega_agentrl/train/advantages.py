@@ -246,6 +246,22 @@ def add_importance_weights(
     return batch.with_fields(importance_weight_BT=weight_BT), metrics
 
 
+def check_zero_mismatch(batch: TrainBatch) -> None:
+    """Raise `RuntimeError` unless engine and policy agree bit by bit on all trained tokens."""
+    old_logp_BT = _require_field(batch, "old_logp_BT", "model.zero_mismatch=true")
+    differs_BT = (old_logp_BT != batch.rollout_logp_BT) & batch.mask_BT
+    if not differs_BT.any():
+        return
+    row, position = (int(index) for index in differs_BT.nonzero()[0])
+    engine, policy = float(batch.rollout_logp_BT[row, position]), float(old_logp_BT[row, position])
+    raise RuntimeError(
+        f"model.zero_mismatch: {int(differs_BT.sum())} of {int(batch.mask_BT.sum())} log-probs "
+        f"differ; the first one, of token {position} of row {row}, is {engine!r} in the engine and "
+        f"{policy!r} in the policy; probable cause: an operation that does not compute with "
+        "`numerics`, which tools/find_mismatch.py model.zero_mismatch=true finds"
+    )
+
+
 def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return how far the engine and the policy are apart on trained tokens, under `mismatch/`.
 

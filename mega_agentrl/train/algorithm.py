@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import AresMode, FilterMetric, KlPlacement
 from mega_agentrl.rollout.groups.scoring import valid_scores
-from mega_agentrl.train.advantages import add_advantages, add_importance_weights
+from mega_agentrl.train.advantages import (
+    add_advantages,
+    add_importance_weights,
+    check_zero_mismatch,
+)
 from mega_agentrl.train.ares.bootstrap import format_bootstrap_summary, run_bootstrap
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.shaping import (
@@ -75,6 +79,8 @@ class Algorithm:
             batch: Packed from `rollout_batch.trees`, with all log-probs and rewards.
         """
         algo, controllers = self._config.algo, self.controllers
+        if self._config.model.zero_mismatch:
+            check_zero_mismatch(batch)
         kl_coef = controllers.kl_coef(algo)
         ares_step, kl_weight_BT = None, adaptive_kl_weights(controllers, algo, batch)
         if algo.ares.mode is not AresMode.off:

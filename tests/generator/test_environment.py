@@ -8,7 +8,11 @@ import os
 import pytest
 
 from mega_agentrl.config.sections.runtime import EngineConfig
-from mega_agentrl.generator.environment import HOST_PID_VARIABLE, set_vllm_environment
+from mega_agentrl.generator.environment import (
+    EXACT_MODEL_VARIABLE,
+    HOST_PID_VARIABLE,
+    set_vllm_environment,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +51,14 @@ def test_a_gpu_gets_no_cpu_variables_and_the_gpus_it_shares(monkeypatch):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
     set_vllm_environment(EngineConfig(), on_gpu=True, gpus="2,3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_only_an_exact_engine_gets_the_folder_of_its_model(monkeypatch):
+    monkeypatch.delenv(EXACT_MODEL_VARIABLE, raising=False)
+    set_vllm_environment(EngineConfig())
+    assert EXACT_MODEL_VARIABLE not in os.environ
+    set_vllm_environment(EngineConfig(), exact_model="folder")
+    assert os.environ[EXACT_MODEL_VARIABLE] == "folder"
 
 
 def test_log_lines_go_to_the_file(tmp_path):

@@ -21,6 +21,7 @@ from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig, EgpoConfig
 from mega_agentrl.train.advantages import (
     add_advantages,
     add_importance_weights,
+    check_zero_mismatch,
     mismatch_metrics,
 )
 from mega_agentrl.train.estimators.registry import load_user_advantage
@@ -372,6 +373,17 @@ def test_mismatch_reads_trained_tokens_only():
     assert metrics["mismatch/prob_max_abs"] == pytest.approx(math.exp(0.8) - 1)
     assert metrics["mismatch/entropy_mean_abs"] == pytest.approx(0.1)
     assert metrics["mismatch/entropy_max_abs"] == pytest.approx(0.7)
+
+
+def test_a_single_bit_is_a_mismatch():
+    given = batch()
+    given = given.with_fields(old_logp_BT=given.rollout_logp_BT.clone())
+    check_zero_mismatch(given)
+    given.old_logp_BT[3, 1] = 99.0  # not trained
+    check_zero_mismatch(given)
+    given.old_logp_BT[1, 0] = torch.nextafter(given.old_logp_BT[1, 0], torch.tensor(9.0))
+    with pytest.raises(RuntimeError, match=r"1 of 7 log-probs differ; .* of token 0 of row 1"):
+        check_zero_mismatch(given)
 
 
 def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():

@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.model.exact_layers import exact_silu, use_exact_rotation
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedTreeParams, resolve_tree_attention
 from mega_agentrl.actor.model.rotary_embedding import (
@@ -36,7 +37,7 @@ from mega_agentrl.actor.model.rotary_embedding import (
 )
 from mega_agentrl.actor.model.route_replay import install_replay
 from mega_agentrl.actor.model.vision_tower import build_vision_tower, encode_images
-from mega_agentrl.actor.vocab.vocab_parallel import VocabShard
+from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, VocabShard
 from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.reshard.mapping.lora_layout import is_lora_param
 from mega_agentrl.reshard.mapping.model_mapping import (
@@ -162,8 +163,11 @@ def build_transformer_config(
     *,
     tree_attention: TreeAttention = TreeAttention.auto,
     has_adapters: bool = False,
+    exact: bool = False,
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model on this rank.
+
+    With `exact` it is that of a model with `exact_layers`.
 
     Raises:
         ConfigError: If the model cannot be computed with the chosen attention on this device.
@@ -181,7 +185,7 @@ def build_transformer_config(
         layernorm_epsilon=shape.norm_eps,
         qk_layernorm=shape.qk_norm,
         gated_linear_unit=True,
-        activation_func=functional.silu,
+        activation_func=exact_silu if exact else functional.silu,
         # Other biases are set by the layer spec.
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
@@ -204,6 +208,8 @@ def build_transformer_config(
         calculate_per_token_loss=True,
     )
     set_attention_factor(config, shape.rope)
+    if exact:
+        use_exact_rotation(config, shape.rope.attention_factor)
     # Not a field of Megatron's; the core attention reads it, which gets nothing but the config.
     config.tree_attention = resolve_tree_attention(
         tree_attention, device.current_device(), dtype, shape.head_dim
@@ -289,18 +295,26 @@ def build_model_chunks(
     tree_attention: TreeAttention = TreeAttention.auto,
     image_processor: ImageProcessor | None = None,
     has_adapters: bool = False,
+    exact: bool = False,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
 
     The head is `shape.head`, which may differ from that of the checkpoint. A model that sees images
-    needs the processor of its folder. Adapters are added by `lora.attach_adapters`.
+    needs the processor of its folder. Adapters are added by `lora.attach_adapters`. With `exact`
+    the layers are those of `exact_layers`.
     """
     assert (shape.vision is None) == (image_processor is None), "a tower needs its processor"
     config = build_transformer_config(
-        shape, groups, parallel, dtype, tree_attention=tree_attention, has_adapters=has_adapters
+        shape,
+        groups,
+        parallel,
+        dtype,
+        tree_attention=tree_attention,
+        has_adapters=has_adapters,
+        exact=exact,
     )
     chunks = [
-        _build_model_chunk(shape, groups, config, chunk)
+        _build_model_chunk(shape, groups, config, chunk, exact=exact)
         for chunk in range(groups.coordinates.model_parallel_rank.virtual_size)
     ]
     for number, chunk in enumerate(chunks):
@@ -317,12 +331,17 @@ def build_model_chunks(
 
 
 def _build_model_chunk(
-    shape: ModelShape, groups: ParallelGroups, config: TransformerConfig, chunk: int
+    shape: ModelShape,
+    groups: ParallelGroups,
+    config: TransformerConfig,
+    chunk: int,
+    *,
+    exact: bool,
 ) -> GPTModelChunk:
     mp_rank = groups.coordinates.model_parallel_rank
     model = GPTModelChunk(
         config=config,
-        transformer_layer_spec=decoder_block_spec(shape, mp_rank, chunk),
+        transformer_layer_spec=decoder_block_spec(shape, mp_rank, chunk, exact=exact),
         vocab_size=padded_vocab_size(shape, mp_rank.tensor_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=mp_rank.holds_embedding(chunk),
@@ -410,8 +429,10 @@ def wrap_with_ddp(
     ]
 
 
-def make_vocab_shard(shape: ModelShape, groups: ParallelGroups) -> VocabShard:
-    """Return this rank's rows of the output layer."""
+def make_vocab_shard(
+    shape: ModelShape, groups: ParallelGroups, *, exact: bool = False
+) -> VocabShard:
+    """Return this rank's rows of the output layer; with `exact` for its exact kernel."""
     mp_rank = groups.coordinates.model_parallel_rank
     num_rows = padded_vocab_size(shape, mp_rank.tensor_size) // mp_rank.tensor_size
     first_row = mp_rank.tensor_rank * num_rows
@@ -419,6 +440,7 @@ def make_vocab_shard(shape: ModelShape, groups: ParallelGroups) -> VocabShard:
         first_token_id=first_row,
         num_valid_rows=max(0, min(num_rows, shape.vocab_size - first_row)),
         group=groups.pg_collection.tp if mp_rank.tensor_size > 1 else None,
+        kernel=VocabKernel.exact if exact else VocabKernel.auto,
     )
 
 

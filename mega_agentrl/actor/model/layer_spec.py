@@ -7,6 +7,7 @@ every linear layer, so it stays off, and the linear layers that have a bias are 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +21,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch.nn import functional
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.model.exact_layers import (
+    ExactColumnParallelLinear,
+    ExactRowParallelLinear,
+    exact_value,
+)
 from mega_agentrl.actor.model.grouped_experts import GroupedExperts
-from mega_agentrl.actor.model.packed_attention import PackedAttention
+from mega_agentrl.actor.model.packed_attention import ExactPackedAttention, PackedAttention
 from mega_agentrl.actor.model.vision_tower import DeepStackLayer
+from mega_agentrl.numerics import layers as exact_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -62,6 +69,17 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise `[..., hidden_size]`; shape and dtype stay the same."""
         return rms_norm(hidden, self.weight, self.eps)
+
+
+class ExactRMSNorm(RMSNorm):
+    """`RMSNorm` with the value of `numerics`."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise `[..., hidden_size]`; shape and dtype stay the same."""
+        return exact_value(
+            lambda: rms_norm(hidden, self.weight, self.eps),
+            lambda: exact_layers.rms_norm(hidden, self.weight, self.eps),
+        )
 
 
 class GatheredKVAttention(SelfAttention):
@@ -112,35 +130,43 @@ class GatheredKVAttention(SelfAttention):
 
 
 def decoder_block_spec(
-    shape: ModelShape, mp_rank: ModelParallelRank, chunk: int
+    shape: ModelShape, mp_rank: ModelParallelRank, chunk: int, *, exact: bool = False
 ) -> TransformerBlockSubmodules:
-    """Return the spec of one virtual chunk: its dense or MoE layers and the final norm."""
+    """Return the spec of one virtual chunk: its dense or MoE layers and the final norm.
+
+    With `exact` the layers are those of `exact_layers`, for a dense model without Transformer
+    Engine.
+    """
     num_layers = shape.num_layers // (mp_rank.pipeline_size * mp_rank.virtual_size)
     first_layer = (chunk * mp_rank.pipeline_size + mp_rank.pipeline_rank) * num_layers
-    build = _te_layer_spec if device.has_transformer_engine() else _local_layer_spec
+    norm: type = ExactRMSNorm if exact else RMSNorm
+    build = partial(_local_layer_spec, exact=exact)
+    if device.has_transformer_engine():
+        norm, build = _te_norm(), _te_layer_spec
     layers = range(first_layer, first_layer + num_layers)
     specs = [build(shape, sparse=shape.is_moe_layer(layer)) for layer in layers]
     num_deepstack = len(shape.vision.deepstack_blocks) if shape.vision else 0
     for layer, spec in zip(layers, specs, strict=True):
         if layer < num_deepstack:
             spec.module = DeepStackLayer
-    return TransformerBlockSubmodules(
-        layer_specs=specs,
-        layer_norm=_te_norm() if device.has_transformer_engine() else RMSNorm,
-    )
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
-def _local_layer_spec(shape: ModelShape, *, sparse: bool) -> ModuleSpec:
+def _local_layer_spec(shape: ModelShape, *, sparse: bool, exact: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
         num_experts=_num_experts(shape, sparse),
         qk_layernorm=shape.qk_norm,
         normalization="RMSNorm",
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    norm = ExactRMSNorm if exact else RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+        attention.q_layernorm = attention.k_layernorm = norm
+    attention.core_attention = ExactPackedAttention if exact else PackedAttention
+    if exact:
+        attention.linear_qkv = layer.mlp.submodules.linear_fc1 = ExactColumnParallelLinear
+        attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
     if sparse:
         layer.mlp.submodules.experts.module = GroupedExperts
     return _customize_layer_spec(spec, shape, sparse)

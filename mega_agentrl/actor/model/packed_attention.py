@@ -43,6 +43,7 @@ from mega_agentrl.actor.model.attention_plan import (
     make_padded_plan,
     make_varlen_plan,
 )
+from mega_agentrl.actor.model.exact_layers import exact_attention
 from mega_agentrl.actor.parallel.context_parallel import all_gather_tokens
 from mega_agentrl.config.checks.parallel import TRITON_HEAD_DIMS
 from mega_agentrl.config.enums import TreeAttention
@@ -164,6 +165,8 @@ class PackedTreeParams(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """Core attention of Megatron's `SelfAttention`, in place of `DotProductAttention`."""
 
+    block_attention: Callable[..., torch.Tensor] | None = None
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -199,7 +202,14 @@ class PackedAttention(MegatronModule):
             self.softmax_scale,
             context_group=self.context_group,
             tree_attention=self.tree_attention,
+            block_attention=self.block_attention,
         )
+
+
+class ExactPackedAttention(PackedAttention):
+    """`PackedAttention` with the value of `numerics`."""
+
+    block_attention = staticmethod(exact_attention)
 
 
 def packed_attention(
@@ -211,6 +221,7 @@ def packed_attention(
     *,
     context_group: dist.ProcessGroup | None = None,
     tree_attention: TreeAttention = TreeAttention.gather,
+    block_attention: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention along the paths of each tree.
 
@@ -222,6 +233,8 @@ def packed_attention(
         scale: Factor of the scores, 1 / sqrt(D) by default.
         context_group: The context-parallel group; required if `trees.context_size` is above 1.
         tree_attention: The kernel; not auto.
+        block_attention: Kernel for padded blocks that is used instead; its arguments are those of
+            torch's `scaled_dot_product_attention`.
 
     Returns:
         `[S, 1, H * D]`.
@@ -231,7 +244,10 @@ def packed_attention(
         assert context_group is not None, "trees are cut over context ranks"
         key_value = all_gather_tokens(torch.cat([key_WHD, value_WHD], dim=1), context_group)
         key_WHD, value_WHD = key_value.chunk(2, dim=1)
-    if tree_attention is TreeAttention.triton:
+    compute: Callable[..., torch.Tensor]
+    if block_attention is not None:
+        compute = partial(_padded_attention, block_attention=block_attention)
+    elif tree_attention is TreeAttention.triton:
         compute = _triton_attention
     elif supports_varlen_attention(query.device, query.dtype, query.size(-1)):
         compute = _varlen_attention
@@ -338,6 +354,7 @@ def _padded_attention(
     value_WHD: torch.Tensor,
     trees: PackedTreeParams,
     scale: float | None,
+    block_attention: Callable[..., torch.Tensor] = functional.scaled_dot_product_attention,
 ) -> torch.Tensor:
     plan = trees.padded_plan
     # The only fused GPU kernel for float32 needs as many key heads as query heads.
@@ -358,7 +375,7 @@ def _padded_attention(
             batch = (
                 tensor.unflatten(0, (block.num_segments, -1)) for tensor in (query, key, value)
             )
-            out = functional.scaled_dot_product_attention(
+            out = block_attention(
                 *(tensor.transpose(1, 2) for tensor in batch),
                 attn_mask=bias,
                 is_causal=bias is None,

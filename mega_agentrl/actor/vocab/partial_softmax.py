@@ -27,8 +27,12 @@ Shape suffixes: N (or C) tokens, K parts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX, SUM, WEIGHTED, TARGET = range(4)
 
@@ -98,10 +102,15 @@ def merge_stats(stats_K4N: torch.Tensor) -> torch.Tensor:
 
 
 def logp_entropy_from_stats(
-    stats_4N: torch.Tensor, valid_N: torch.Tensor
+    stats_4N: torch.Tensor,
+    valid_N: torch.Tensor,
+    log: Callable[[torch.Tensor], torch.Tensor] = torch.log,
 ) -> tuple[torch.Tensor, torch.Tensor, SoftmaxStats]:
-    """Return `[N]` float64 log-prob and entropy, 0 for invalid tokens, and the statistics."""
-    log_sum_N = stats_4N[SUM].log()
+    """Return `[N]` float64 log-prob and entropy, 0 for invalid tokens, and the statistics.
+
+    `log` computes the logarithm of the sums.
+    """
+    log_sum_N = log(stats_4N[SUM])
     entropy_N = log_sum_N - stats_4N[WEIGHTED] / stats_4N[SUM]
     logp_N = (stats_4N[TARGET] - stats_4N[MAX]) - log_sum_N
     softmax = SoftmaxStats(

@@ -7,8 +7,9 @@ maths), and one all-gather per chunk combines them while the next chunk is compu
 pass recomputes the logits.
 
 There are two kernels with one interface, `torch_kernel` (CPUs, float64) and `triton_kernel`
-(GPUs): `chunk_tokens`, `local_stats` and `gradients` over the rows of one rank. Groups, padding,
-ignored tokens and autograd are handled here. Rows beyond the vocabulary are padding and are not
+(GPUs): `chunk_tokens`, `local_stats` and `gradients` over the rows of one rank. `exact_kernel`
+computes the statistics over the rows of all ranks, in an exchange of its own. Padding, ignored
+tokens and autograd are handled here. Rows beyond the vocabulary are padding and are not
 computed. The compute dtype is float32, or float64 for float64 inputs.
 
 To add a kernel: a module with these three functions, a name in `VocabKernel`, a branch in
@@ -28,17 +29,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mega_agentrl.actor.vocab import torch_kernel
+from mega_agentrl.actor.vocab import exact_kernel, torch_kernel
 from mega_agentrl.actor.vocab.partial_softmax import (
     MAX,
     SUM,
     TARGET,
     SoftmaxStats,
+    empty_stats,
     logit_grad_coefficients,
     logp_entropy_from_stats,
     merge_stats,
 )
 from mega_agentrl.actor.vocab.tiling import compute_dtype, default_scratch_bytes, split_range
+from mega_agentrl.numerics import elementary
+from mega_agentrl.numerics.exact_sums import FixedPointRows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -53,6 +57,7 @@ class VocabKernel(StrEnum):
     auto = "auto"
     torch = "torch"
     triton = "triton"
+    exact = "exact"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +121,8 @@ class _LogpEntropy(torch.autograd.Function):
         valid_N = target_N != IGNORED_TARGET
         if not stats_4N.is_cuda:
             _check_targets_found(stats_4N, target_N, valid_N)
-        logp_N, entropy_N, softmax = logp_entropy_from_stats(stats_4N, valid_N)
+        log = elementary.log if shard.kernel is VocabKernel.exact else torch.log
+        logp_N, entropy_N, softmax = logp_entropy_from_stats(stats_4N, valid_N, log)
         ctx.save_for_backward(
             hidden_ND,
             weight_VD,
@@ -223,7 +229,7 @@ def _select_kernel(hidden_ND: torch.Tensor, shard: VocabShard) -> ModuleType:
     kernel = shard.kernel
     if kernel == VocabKernel.auto:
         kernel = default_kernel(hidden_ND.device, hidden_ND.dtype)
-    if kernel == VocabKernel.torch:
+    if kernel in (VocabKernel.torch, VocabKernel.exact):  # which differ in their statistics
         return torch_kernel
     # Imported here because triton is not installed on machines without a GPU.
     from mega_agentrl.actor.vocab import triton_kernel
@@ -264,8 +270,21 @@ def _global_stats(
     shard: VocabShard,
 ) -> torch.Tensor:
     """Compute the `[4, N]` float64 statistics over the rows of all ranks."""
-    kernel, num_bytes = _select_kernel(hidden_ND, shard), _scratch_bytes(hidden_ND, shard)
+    num_bytes = _scratch_bytes(hidden_ND, shard)
     column_N, valid_VD = _local_target_column(target_N, shard), weight_VD[: shard.num_valid_rows]
+    if shard.kernel is VocabKernel.exact:
+        rows, step = (
+            FixedPointRows.from_rows(valid_VD),
+            exact_kernel.chunk_tokens(len(weight_VD), num_bytes),
+        )
+        parts = [
+            exact_kernel.global_stats(
+                hidden_ND[tokens], rows, column_N[tokens], temperature, shard.group
+            )
+            for tokens in split_range(len(target_N), step)
+        ]
+        return torch.cat([empty_stats(0, hidden_ND.device), *parts], dim=1)
+    kernel = _select_kernel(hidden_ND, shard)
     # Ranks differ in their valid rows, but must split the tokens alike.
     step = kernel.chunk_tokens(hidden_ND, len(weight_VD), num_bytes)
     chunks, num_ranks = list(split_range(len(target_N), step)), _num_ranks(shard)

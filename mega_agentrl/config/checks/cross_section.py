@@ -28,6 +28,7 @@ from mega_agentrl.config.checks.parallel import (
     check_lora,
     check_parallel_sizes,
     check_tree_attention,
+    check_zero_mismatch,
     has_experts,
     has_images,
     read_model_config,
@@ -61,6 +62,7 @@ def check_config(config: TrainConfig) -> None:
     check_parallel_sizes(config, model)
     check_tree_attention(config, model)
     check_lora(config, model)
+    check_zero_mismatch(config, model)
     check_lengths(config, read_model_size(config, model, "max_position_embeddings"))
     check_groups(config)
     check_branching(config)

@@ -158,6 +158,34 @@ def check_tree_attention(config: TrainConfig, model: dict[str, Any]) -> None:
         )
 
 
+def check_zero_mismatch(config: TrainConfig, model: dict[str, Any]) -> None:
+    """Raise a `ConfigError` if policy and engines cannot have equal log-probs bit by bit.
+
+    That they run on CPUs is checked when the policy starts.
+    """
+    if not config.model.zero_mismatch:
+        return
+    refusals = {
+        "a model without experts, whose sums follow their routes": has_experts(model),
+        "a text model; a vision tower is computed in other arithmetic": has_images(model),
+        "model.lora.rank=0, because the policy merges adapters in other arithmetic": (
+            config.model.lora.rank > 0
+        ),
+        "model.dtype=auto or float32": config.model.dtype is Dtype.bfloat16,
+        "rollout.temperature=1, at which engines report log-probs": (
+            config.rollout.temperature != 1.0
+        ),
+        "rollout.max_staleness=0, because older weights give other log-probs": (
+            config.rollout.max_staleness > 0
+        ),
+    }
+    for expected, is_refused in refusals.items():
+        if is_refused:
+            raise ConfigError(
+                "model.zero_mismatch", True, f"False, or {expected}", "the settings of another run"
+            )
+
+
 def check_lora(config: TrainConfig, model: dict[str, Any]) -> None:
     """Raise a `ConfigError` if the model or the layout cannot have adapters."""
     lora, parallel = config.model.lora, config.parallel

@@ -54,6 +54,11 @@ class ModelConfig(Section, key="model"):
     from those of the engine, or of the log-prob pass, by the update alone and not by experts that
     rounding has exchanged. The reference model uses its own experts. A model without experts has
     nothing to replay."""
+    zero_mismatch: bool = False
+    """Compute policy and engines in arithmetic that does not depend on batch, order or layout, so
+    that their log-probs are equal bit by bit, which each step asserts. For dense text models in
+    float32 on CPUs; a step takes two to four times as long. To find out whether a run suffers from
+    the mismatch of its kernels, or to compare two layouts."""
     freeze_vision: bool = False
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by

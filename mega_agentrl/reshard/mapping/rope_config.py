@@ -14,7 +14,7 @@ A vision-language model has positions along time, height and width (`vision.posi
 `mrope_section` says how many of the frequencies turn by which of them.
 
 To add a type: a member of `RopeType`, its keys in `_KNOWN_KEYS` and fields of `RopeConfig`; its
-frequencies in `actor.model.rotary_embedding`; a configuration in `tests/tiny_models.py` beside
+frequencies in `numerics.rotary_frequencies`; a configuration in `tests/tiny_models.py` beside
 `YARN_ROPE`, and a row in `test_rope_config.py`.
 """
 

@@ -63,6 +63,7 @@ class EngineActor:
         deterministic: bool,
         gpus: str | None = None,
         return_routes: bool = False,
+        exact: bool = False,
     ) -> None:
         """Redirect the output; vLLM is imported by `start`.
 
@@ -74,6 +75,7 @@ class EngineActor:
             deterministic: Whether results must be reproducible bit by bit.
             gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
             return_routes: Whether to return the experts of each token of a model that has experts.
+            exact: Whether to compute with `numerics`.
         """
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
@@ -83,6 +85,7 @@ class EngineActor:
         self._deterministic = deterministic
         self._gpus = gpus
         self._return_routes = return_routes
+        self._exact = exact
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
@@ -95,7 +98,11 @@ class EngineActor:
 
         deterministic = self._deterministic
         set_vllm_environment(
-            self._config, on_gpu=self._on_gpu, deterministic=deterministic, gpus=self._gpus
+            self._config,
+            on_gpu=self._on_gpu,
+            deterministic=deterministic,
+            gpus=self._gpus,
+            exact_model=model_path if self._exact else "",
         )
         from mega_agentrl.generator.engine import Engine
 
@@ -188,6 +195,7 @@ class GeneratorGroup:
                 config.deterministic,
                 gpus,
                 config.replays_sampled_routes,
+                config.model.zero_mismatch,
             )
 
         actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]

@@ -19,9 +19,9 @@ from mega_agentrl.actor.model.rotary_embedding import (
     PackedMultimodalRotaryEmbedding,
     PackedRotaryEmbedding,
     compute_frequency_axes,
-    compute_inv_freq,
     set_attention_factor,
 )
+from mega_agentrl.numerics.rotary_frequencies import compute_inv_freq
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 from tests.tiny_models import LLAMA3_ROPE, YARN_ROPE
 from tests.tree_batches import tree_params

@@ -1,11 +1,14 @@
 """Sizes of policy and engines that can share GPUs."""
 
+from functools import reduce
+
 import pytest
 
 from mega_agentrl.config.checks.parallel import (
     check_colocation,
     check_lora,
     check_tree_attention,
+    check_zero_mismatch,
     min_ranks_per_node,
 )
 from mega_agentrl.config.enums import Dtype, TreeAttention
@@ -99,3 +102,28 @@ def test_adapters_need_a_layout_and_a_reference_that_they_can_share(layout, refe
         assert refused_setting(check_lora, config, model)[0] == refused
     config.model.lora.rank = 0
     check_lora(config, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, {}),
+        ({"vision_config": {}}, {}),
+        ({}, {"model.lora.rank": 8}),
+        ({}, {"model.dtype": Dtype.bfloat16}),
+        ({}, {"rollout.temperature": 0.7}),
+        ({}, {"rollout.max_staleness": 1}),
+    ],
+    ids=["experts", "images", "adapters", "bfloat16", "temperature", "staleness"],
+)
+def test_a_mismatch_of_zero_needs_dense_text_models_and_current_weights(model, changes):
+    config, model = TrainConfig(), {"architectures": ["Qwen3ForCausalLM"], **model}
+    for key, value in changes.items():
+        *path, name = key.split(".")
+        setattr(reduce(getattr, path, config), name, value)
+    check_zero_mismatch(config, model)
+    config.model.zero_mismatch = True
+    assert refused_setting(check_zero_mismatch, config, model)[0] == "model.zero_mismatch"
+    check_zero_mismatch(
+        TrainConfig(model=ModelConfig(zero_mismatch=True)), {"architectures": ["Qwen3ForCausalLM"]}
+    )

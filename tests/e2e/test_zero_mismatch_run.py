@@ -1,0 +1,33 @@
+"""Runs in exact arithmetic: engine and policy have the same log-probs, also in other layouts."""
+
+import pytest
+
+from tests.e2e.conftest import finish, start
+from tests.e2e.overrides import asset_overrides
+from tests.train.metric_lines import metric_lines
+
+LAYOUTS = {
+    "one rank, engine TP2": ["engine.tensor_parallel_size=2"],
+    "TP2-SP, one worker": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
+}
+
+
+@pytest.mark.slow(180)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_no_log_prob_differs_by_a_bit(layout, assets, tmp_path):
+    child = start(
+        "experiment=smoke_ci",
+        "model.zero_mismatch=true",
+        "optim.lr=1e-3",
+        "total_steps=2",
+        "evaluate.num_questions=4",
+        *layout,
+        *asset_overrides(assets, tmp_path / "run"),
+    )
+    code, output = finish(child, 420)
+    assert code == 0, output[-3000:]
+    lines = metric_lines(tmp_path / "run", "rl")
+    assert len(lines) == 2
+    for line in lines:
+        assert line["mismatch/logp_max_abs"] == 0
+        assert line["weight_sync/probe_gap"] == 0
