@@ -2,7 +2,7 @@
 
 Policy and engine call these functions on their own tensors. A token's result depends on its own
 inputs alone: not on the tokens beside it, on padding, on the order of keys or on the ranks that
-share the work. Every function computes in float64 and rounds once, to the dtype of its input.
+share the work. The functions compute in float64 and round to the dtype of their input.
 
 Shape suffixes: N tokens, H and Hkv heads, Q queries, K keys, D head width, V vocabulary.
 """
@@ -46,6 +46,8 @@ def silu(gate: torch.Tensor) -> torch.Tensor:
 
 def rotate(heads: torch.Tensor, angle: torch.Tensor, factor: float) -> torch.Tensor:
     """Turn the pairs (i, i + D/2) of each head by an angle.
+
+    Cosines and sines are rounded before they are multiplied, as Hugging Face does.
 
     Args:
         heads: `[N, H, D]`.

@@ -57,8 +57,8 @@ class ModelConfig(Section, key="model"):
     zero_mismatch: bool = False
     """Compute policy and engines in arithmetic that does not depend on batch, order or layout, so
     that their log-probs are equal bit by bit, which each step asserts. For dense text models in
-    float32 on CPUs; a step takes two to four times as long. To find out whether a run suffers from
-    the mismatch of its kernels, or to compare two layouts."""
+    float32 on CPUs; a step takes two to four times as long. A run with it shows whether another
+    one suffers from the mismatch of its kernels."""
     freeze_vision: bool = False
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by
