@@ -65,7 +65,7 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
                 hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
             rows = FixedPointRows.from_rows(self.weight)
             output = exact_matmul(hidden, rows, num_terms=hidden.size(-1)).to(input_.dtype)
-            return output if self.skip_bias_add or self.bias is None else output + self.bias
+            return _add_bias(self, output)
 
         output = exact_value(lambda: ordinary_forward(input_, *args, **kwargs)[0], exact)
         return output, self.bias if self.skip_bias_add else None
@@ -85,10 +85,15 @@ class ExactRowParallelLinear(RowParallelLinear):
             output = total.to(input_.dtype)
             if self.sequence_parallel:
                 output = scatter_to_sequence_parallel_region(output, group=self.tp_group)
-            return output if self.skip_bias_add or self.bias is None else output + self.bias
+            return _add_bias(self, output)
 
         output = exact_value(lambda: ordinary_forward(input_)[0], exact)
         return output, self.bias if self.skip_bias_add else None
+
+
+def _add_bias(layer: Any, output: torch.Tensor) -> torch.Tensor:
+    """Add the bias of a linear layer, unless it has none or returns it apart."""
+    return output if layer.skip_bias_add or layer.bias is None else output + layer.bias
 
 
 def exact_silu(gate: torch.Tensor) -> torch.Tensor:
