@@ -3,7 +3,7 @@
 The value of an operation comes from `numerics` and its gradient from the ordinary kernel, which a
 pass with gradients therefore runs, too. The difference between the two is rounding.
 
-Shape suffixes: S tokens of this rank, H heads, D head width.
+Shape suffixes: S tokens of this rank, H heads, D head width, A = D / 2 angles.
 """
 
 from __future__ import annotations
@@ -147,10 +147,9 @@ def _rotate(
     factor = getattr(config, "exact_attention_factor", None)
     if factor is None:
         return ordinary()
-    half = angle_S11D.size(-1) // 2
-    return exact_value(
-        ordinary,
-        lambda: layers.rotate(heads_S1HD.squeeze(1), angle_S11D[:, 0, 0, :half], factor).unsqueeze(
-            1
-        ),
-    )
+    angle_SA = angle_S11D[:, 0, 0].chunk(2, dim=-1)[0]  # Megatron repeats the angles
+
+    def exact() -> torch.Tensor:
+        return layers.rotate(heads_S1HD.squeeze(1), angle_SA, factor).unsqueeze(1)
+
+    return exact_value(ordinary, exact)
