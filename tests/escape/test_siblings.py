@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mega_agentrl.runtime.free_port import free_port
 from tests.escape.outside import outside, with_values
 
 KILL_RANGE = """
@@ -133,7 +134,7 @@ async def test_killing_a_fork_or_its_parent(pool):
 
 @pytest.mark.parametrize("relation", ["strangers", "family"])
 async def test_talking_to_a_sibling(pool, tmp_path, relation):
-    names = {"port": 41_234, "name": "\0escape-sibling"}
+    names = {"port": free_port(), "name": "\0escape-sibling"}
     code = with_values(LISTEN.replace("/tmp/", "").replace("/dev/shm/", "other-"), **names)
     reach = with_values(REACH.replace("/tmp/", "").replace("/dev/shm/", "other-"), **names)
     assert outside(code + reach, tmp_path).splitlines()[-1].startswith("4 ")
