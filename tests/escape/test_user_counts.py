@@ -95,23 +95,34 @@ async def test_a_session_that_takes_all_leaves_its_neighbour_enough(target, mark
     assert int(free) > MOST[kind]
     other = await runner_of(target)
     code = with_values(TAKE, kind=kind, name=marker, hold_s=60)
-    attack = asyncio.create_task(target.attack(code, 6.0))
-    await asyncio.to_thread(wait_until_running, marker)
-    fresh = await runner_of(target) if target.session else other
-    for runner in (fresh, other):
-        assert (await runner.run(USE)).output == "0 0 300000"
-    await neighbour(target, fresh, rounds=3)
-    assert not attack.done()
-    assert (await attack).status.value == "timeout"
+    # On a machine that stands still for a moment, the attack may end before its neighbours.
+    assert await attack_outlives_calls(target, code, marker, other, 6.0) or (
+        await attack_outlives_calls(target, code, marker, other, 30.0)
+    )
     taken = await (target.session or target.pool).run(
         with_values(TAKE, kind=kind, name=marker, hold_s=0)
     )
     # A workspace may open four times as many files, as build tools do.
     factor = 4 if kind.endswith("pipe") and target.keeps_processes else 1
     assert int(taken.output.splitlines()[-1]) <= factor * MOST[kind]
-    for runner in {other, fresh} if target.session else ():
-        await runner.close()
+    if target.session:
+        await other.close()
     assert target.pool.num_replaced == replaced
+
+
+async def attack_outlives_calls(target, code, marker, other, limit_s):
+    """Check the calls of neighbours; return whether the attack held all it took until their end."""
+    attack = asyncio.create_task(target.attack(code, limit_s))
+    await asyncio.to_thread(wait_until_running, marker)
+    fresh = await runner_of(target) if target.session else other
+    for runner in (fresh, other):
+        assert (await runner.run(USE)).output == "0 0 300000"
+    await neighbour(target, fresh, rounds=3)
+    outlives = not attack.done()
+    assert (await attack).status.value == "timeout"
+    if target.session:
+        await fresh.close()
+    return outlives
 
 
 async def test_every_sandbox_has_a_user_of_its_own(target, marker):
