@@ -425,6 +425,7 @@ def test_ranks_that_do_not_join_are_named_and_the_engine_serves_on(engine, updat
     short = FakeTrainer(new_folder, timeout_s=6.0)
     try:
         session = short.connect([update.layouts[0][0]], away=[2])
+        short.wait_at_store(session)
         with pytest.raises(RuntimeError, match=r"joining .* failed: .*missing: .*rank 2"):
             engine.call("join_weight_transfer", session, session.plan.num_trainer_ranks)
     finally:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed import PrefixStore, TCPStore
 
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -134,6 +136,12 @@ class FakeTrainer:
     def wait_joined(self) -> None:
         """Until all ranks have joined; raises what one of them raised."""
         self._collect()
+
+    def wait_at_store(self, session: TransferSession) -> None:
+        """Wait until the ranks that were told to join are at the store, where others name them."""
+        timeout = timedelta(seconds=DEADLINE_S)
+        store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
+        PrefixStore(session.store_prefix, store).wait([f"joined/{rank}" for rank in self._waiting])
 
     def send(self, folder: Path, version: int, *, fault: Fault | None = None) -> None:
         """Start sending the weights of a folder."""

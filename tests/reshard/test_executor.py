@@ -131,7 +131,7 @@ class CountedHandle:
 
 
 class Team:
-    """All ranks of a plan, one thread each."""
+    """All ranks of a plan, one thread each; `timeout_s` is the deadline of a transfer."""
 
     def __init__(self, plan, trainer_layouts, rollout_layouts, timeout_s=DEADLINE_S):
         self.plan, self.trainer_layouts = plan, trainer_layouts
@@ -140,7 +140,7 @@ class Team:
         store = HashStore()
 
         def join(rank):
-            gloo = GlooTransport.join(store, rank, plan.world_size, timeout_s)
+            gloo = GlooTransport.join(store, rank, plan.world_size, DEADLINE_S)
             transport = CountingTransport(gloo)
             layout = [*trainer_layouts, *rollout_layouts][rank]
             return transport, TransferExecutor(plan, rank, transport, layout, timeout_s)

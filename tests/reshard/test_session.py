@@ -86,6 +86,7 @@ def test_a_later_engine_gets_a_session_of_its_own_over_the_same_store(
 def test_ranks_that_do_not_come_are_named_by_those_that_do(trainer, rollout_layouts):
     """A trainer rank and a rollout rank are away; one of each has come."""
     session = trainer.connect(rollout_layouts, away=[1], timeout_s=SHORT_S)
+    trainer.wait_at_store(session)
     with pytest.raises(RuntimeError, match=r"missing: rank 1, 3:"):
         join_session(session, 2, rollout_layouts[0])
     (error,) = trainer.results()

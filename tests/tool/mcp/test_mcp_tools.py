@@ -30,7 +30,7 @@ def listed(tmp_path_factory):
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory):
     """The example with a short limit of a call."""
-    return list_example(tmp_path_factory.mktemp("impatient"), timeout_s=1)
+    return list_example(tmp_path_factory.mktemp("impatient"), timeout_s=3)
 
 
 @pytest.fixture(scope="module")
