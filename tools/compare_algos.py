@@ -131,6 +131,7 @@ def _write_all(
         numbers[runner.task.key] = {"rows": rows, "runs": [asdict(run) for run in task.curves]}
         if task.curves:
             folder = options.out / runner.task.key
+            folder.mkdir(parents=True, exist_ok=True)
             costs = summarize_algorithms(task.curves, baseline=BASELINE)
             table = algorithms_markdown(costs, baseline=BASELINE)
             (folder / "comparison.md").write_text(table, encoding="utf-8")

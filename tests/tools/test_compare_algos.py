@@ -1,6 +1,7 @@
 """The command line of `tools/compare_algos.py`, without a run."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,15 @@ def test_finished_runs_make_page_figure_and_tables_at_once(arguments, tmp_path, 
         ("grpo", 1),
         ("grpo", 2),
     ]
+
+
+def test_the_lines_of_a_results_file_suffice_for_the_page(arguments, tmp_path):
+    results, page = tmp_path / "results.jsonl", tmp_path / "scoreboard.md"
+    finish_all(arguments)
+    assert compare_algos.main([*arguments, "--results", str(results)]) == 0
+    shutil.rmtree(tmp_path / "out")
+    assert compare_algos.main([*arguments, "--results", str(results), "--page", str(page)]) == 0
+    assert "`arpo` is better than `grpo`" in page.read_text()
 
 
 def test_results_of_another_budget_are_refused(arguments, capsys):
