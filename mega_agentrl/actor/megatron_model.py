@@ -198,7 +198,9 @@ class MegatronModel:
                 "an environment made with WITH_TE=1",
             )
         self.adapter_layouts = lora_shards(self.shard_layouts, lora.rank, lora.targets)
-        adapters = attach_adapters(chunks, self.shard_layouts, lora, self.dtype, self.groups)
+        adapters = attach_adapters(
+            chunks, self.shard_layouts, lora, self.dtype, self.groups, exact=self.is_exact
+        )
         for chunk in chunks:
             set_grad_sync_flags(
                 chunk,

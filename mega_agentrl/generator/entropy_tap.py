@@ -1,18 +1,18 @@
-"""Exact token entropies, computed from the full-vocabulary logits inside vLLM's workers.
+"""Token log-probs and entropies, computed from the full-vocabulary logits in vLLM's workers.
 
-For a row of logits l sampled at temperature T, with z = l / T and p = softmax(z):
+For a row of logits l sampled at temperature T, with p = softmax(l / T) and the sampled token y:
 
-    entropy  H = -sum_v p_v log p_v                       nats, before top-k and top-p
-    shift    s = LSE(l) / T - LSE(z)                      LSE = log-sum-exp over the vocabulary
-    log-prob log p_y = raw_y / T + s                      raw_y = l_y - LSE(l), reported by vLLM
+    log-prob  log p_y                                     nats, before top-k and top-p
+    entropy   H = -sum_v p_v log p_v                      nats, likewise
 
-A greedy request (T = 0) is measured at T = 1, where s = 0.
+A greedy request (T = 0) is measured at T = 1.
 
 The values travel in vLLM's own output of a step. Every request asks for the log-prob of its sampled
-tokens, which vLLM reports as (token id, log-prob, rank). The tap replaces the id and the rank:
+tokens, which vLLM reports as (token id, log-prob at T = 1, rank). The tap replaces the id and the
+rank:
 
     token id -> id of the most probable token             vLLM reports the sampled ids elsewhere
-    rank     -> the bits of two float32, (s, -H)          an int64, negative unlike any rank
+    rank     -> the bits of two float32, (log p_y, -H)    an int64, negative unlike any rank
 
 The measurements are thus copied from the device with the sampled tokens and follow them through the
 scheduler, even if a request is preempted, aborted or held. The workers store nothing, and no call
@@ -28,6 +28,8 @@ import numpy as np
 import torch
 from vllm.v1.sample.sampler import Sampler as SamplerV1
 
+from mega_agentrl.numerics import layers as exact_layers
+
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
     from vllm.v1.outputs import LogprobsTensors, SamplerOutput
@@ -40,43 +42,50 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """Measurements of the rows of one step, each `[R]`."""
+    """Measurements of the rows of one step, before a token is sampled from them."""
 
+    logp_RV: torch.Tensor
+    """`[R, V]` float32 log-probs of all tokens at the sampling temperature."""
     entropy_R: torch.Tensor
-    """Exact entropies in nats, float32."""
-    shift_R: torch.Tensor
-    """Shifts from raw log-probs to those at the sampling temperature, float32."""
+    """`[R]` float32 entropies in nats."""
     argmax_R: torch.Tensor
-    """Most probable token ids, int64."""
+    """`[R]` int64 ids of the most probable tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TapRecord:
     """Measurements of one request, by position; all fields have equal length."""
 
+    logps: tuple[float, ...] = ()
+    """Log-probs of the sampled tokens at the sampling temperature."""
     entropies: tuple[float, ...] = ()
-    """Exact entropies in nats."""
-    logp_shifts: tuple[float, ...] = ()
-    """Shifts from raw log-probs to those at the sampling temperature."""
+    """Entropies in nats."""
     argmax_ids: tuple[int, ...] = ()
     """Most probable token ids."""
 
 
-def measure_logits(logits_RV: torch.Tensor, temperature_R: torch.Tensor | None) -> Measurements:
+def measure_logits(
+    logits_RV: torch.Tensor, temperature_R: torch.Tensor | None, *, exact: bool = False
+) -> Measurements:
     """Measure `[R, V]` float32 logits.
 
     Args:
         logits_RV: Raw logits.
         temperature_R: `[R]` float32 temperatures, or None if all are 1 or greedy.
+        exact: Compute with `numerics`, as a policy with `model.zero_mismatch` does.
     """
-    scaled_RV = logits_RV
-    shift_R = torch.zeros(logits_RV.shape[0], device=logits_RV.device)
     if temperature_R is not None:
         temperature_R = temperature_R.where(temperature_R >= MIN_TEMPERATURE, 1.0)
-        scaled_RV = logits_RV / temperature_R[:, None]
-        shift_R = logits_RV.logsumexp(-1) / temperature_R - scaled_RV.logsumexp(-1)
-    entropy_R = torch.special.entr(scaled_RV.softmax(-1)).sum(-1)
-    return Measurements(entropy_R, shift_R, logits_RV.argmax(-1))
+    if exact:
+        logp_RV, entropy_R = exact_layers.log_probs_and_entropy(
+            logits_RV, 1.0 if temperature_R is None else temperature_R.double()
+        )
+        logp_RV, entropy_R = logp_RV.float(), entropy_R.float()
+    else:
+        divisor_R1 = 1.0 if temperature_R is None else temperature_R[:, None]
+        logp_RV = (logits_RV / divisor_R1).log_softmax(-1)
+        entropy_R = torch.special.entr(logp_RV.exp()).sum(-1)
+    return Measurements(logp_RV, entropy_R, logits_RV.argmax(-1))
 
 
 def attach_measurements(tensors: LogprobsTensors, measurements: Measurements) -> LogprobsTensors:
@@ -86,10 +95,11 @@ def attach_measurements(tensors: LogprobsTensors, measurements: Measurements) ->
         tensors: vLLM's log-probs: `[R, 1 + K]` ids, of which the first is the sampled token.
         measurements: Measurements of the same rows.
     """
+    ids = tensors.logprob_token_ids  # may share its memory with the sampled ids
+    logp_R = measurements.logp_RV.gather(1, ids[:, :1].long()).squeeze(1)
     # Rounding may leave an entropy of 0 slightly below it.
     negative_R = torch.copysign(measurements.entropy_R.clamp_min(0.0), -1.0)
-    bits_R = torch.stack([measurements.shift_R, negative_R], dim=-1).view(torch.int64).squeeze(-1)
-    ids = tensors.logprob_token_ids  # may share its memory with the sampled ids
+    bits_R = torch.stack([logp_R, negative_R], dim=-1).view(torch.int64).squeeze(-1)
     ids = torch.cat([measurements.argmax_R[:, None].to(ids.dtype), ids[:, 1:]], dim=1)
     return tensors._replace(logprob_token_ids=ids, selected_token_ranks=bits_R)
 
@@ -112,15 +122,19 @@ def read_measurements(logprobs: FlatLogprobs | None) -> TapRecord:
         )
     values_T2 = bits_T.view(np.float32).reshape(-1, 2)
     return TapRecord(
+        logps=tuple(values_T2[:, 0].tolist()),
         entropies=tuple(np.abs(values_T2[:, 1]).tolist()),
-        logp_shifts=tuple(values_T2[:, 0].tolist()),
         argmax_ids=tuple(logprobs.token_ids[start] for start in starts),
     )
 
 
-def tap_sampler(sampler: Any) -> TappedSamplerV1 | TappedSamplerV2:
-    """Return a tapped sampler to replace `sampler` in either of vLLM's two model runners."""
-    return (TappedSamplerV1 if isinstance(sampler, SamplerV1) else TappedSamplerV2)(sampler)
+def tap_sampler(sampler: Any, *, exact: bool = False) -> TappedSamplerV1 | TappedSamplerV2:
+    """Return a tapped sampler to replace `sampler` in either of vLLM's two model runners.
+
+    With `exact` it measures with `numerics`.
+    """
+    tapped = TappedSamplerV1 if isinstance(sampler, SamplerV1) else TappedSamplerV2
+    return tapped(sampler, exact)
 
 
 class _TappedSampler:
@@ -129,8 +143,9 @@ class _TappedSampler:
     Subclasses measure logits before they sample, because a sampler may change logits in place.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, exact: bool) -> None:
         self._sampler = sampler
+        self._exact = exact
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
@@ -148,7 +163,7 @@ class TappedSamplerV1(_TappedSampler):
             temperature_R = sampling_metadata.temperature  # None if all requests are greedy
             if temperature_R is not None and bool((temperature_R == 1.0).all()):
                 temperature_R = None
-            measurements = measure_logits(logits.float(), temperature_R)
+            measurements = measure_logits(logits.float(), temperature_R, exact=self._exact)
         output: SamplerOutput = self._sampler(logits, sampling_metadata, **options)
         if measurements is not None:
             output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measurements)
@@ -169,7 +184,7 @@ class TappedSamplerV2(_TappedSampler):
             temperatures, temperature_R = self._sampler.sampling_states.temperature, None
             if not np.isin(temperatures.np[slots], (0.0, 1.0)).all():
                 temperature_R = temperatures.gpu[input_batch.expanded_idx_mapping]
-            measurements = measure_logits(logits.float(), temperature_R)
+            measurements = measure_logits(logits.float(), temperature_R, exact=self._exact)
         output = self._sampler(logits, input_batch)
         if measurements is not None:
             output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measurements)

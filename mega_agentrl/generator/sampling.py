@@ -123,22 +123,17 @@ def to_generation(
     """
     versions = _token_versions(output)
     record = read_measurements(output.logprobs)
-    raw_logps, top_logps = _raw_logps(request, output)
-    inverse_temperature = 1.0 / request.temperature if request.temperature > 0 else 1.0
     finish_reason, stop_string = _finish_reason(output, stop_ids)
     return Generation(
         request_id=request.request_id,
         token_ids=tuple(output.token_ids),
-        logps=tuple(
-            min(0.0, raw * inverse_temperature + shift)
-            for raw, shift in zip(raw_logps, record.logp_shifts, strict=True)
-        ),
+        logps=record.logps,
         entropies=record.entropies,
         argmax_ids=record.argmax_ids,
         finish_reason=finish_reason,
         stop_string=stop_string,
         version=versions[-1] if versions else version,
-        top_logps=top_logps,
+        top_logps=_top_logps(request, output),
         num_cached_tokens=num_cached,
         versions=versions if len(set(versions)) > 1 else (),
         routes=routes,
@@ -196,26 +191,21 @@ def _token_versions(output: CompletionOutput) -> tuple[int, ...]:
     )
 
 
-def _raw_logps(
-    request: GenerateRequest, output: CompletionOutput
-) -> tuple[list[float], tuple[tuple[float, ...], ...]]:
-    """Return the log-probs at temperature 1 of the sampled tokens, and of the most probable ones.
+def _top_logps(request: GenerateRequest, output: CompletionOutput) -> tuple[tuple[float, ...], ...]:
+    """Return the log-probs at temperature 1 of each sampled token and the most probable ones.
 
     vLLM lists the sampled token first, and again if it is one of the most probable. The entropy tap
     replaces the first id.
     """
     flat = output.logprobs
-    if not flat:
-        return [], ()
-    if not request.num_top_logps:
-        return flat.logprobs, ()
+    if not flat or not request.num_top_logps:
+        return ()
     slices = [slice(*ends) for ends in zip(flat.start_indices, flat.end_indices, strict=True)]
     logp_by_id_T = [
         dict(zip((token_id, *flat.token_ids[positions][1:]), flat.logprobs[positions], strict=True))
         for token_id, positions in zip(output.token_ids, slices, strict=True)
     ]
-    sampled = [flat.logprobs[positions.start] for positions in slices]
-    return sampled, tuple(tuple(choices.values()) for choices in logp_by_id_T)
+    return tuple(tuple(choices.values()) for choices in logp_by_id_T)
 
 
 def _finish_reason(

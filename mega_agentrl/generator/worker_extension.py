@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.generator.entropy_tap import tap_sampler
+from mega_agentrl.generator.environment import EXACT_MODEL_VARIABLE
 from mega_agentrl.generator.layer_probe import LayerProbe
 from mega_agentrl.generator.route_capture import install_route_capture
 from mega_agentrl.reshard.device_location import current_device_location
@@ -40,8 +41,9 @@ class WorkerExtension:
         return super().__new__(cls)
 
     def tap_install(self) -> None:
-        """Make the sampler measure entropies; called once after the start."""
-        self.model_runner.sampler = tap_sampler(self.model_runner.sampler)
+        """Make the sampler measure log-probs and entropies; called once after the start."""
+        exact = bool(os.environ.get(EXACT_MODEL_VARIABLE))
+        self.model_runner.sampler = tap_sampler(self.model_runner.sampler, exact=exact)
 
     def routes_install(self) -> None:
         """Make the model runner return the experts of each token; called once after the start."""

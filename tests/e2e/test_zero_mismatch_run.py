@@ -8,7 +8,13 @@ from tests.train.metric_lines import metric_lines
 
 LAYOUTS = {
     "one rank, engine TP2": ["engine.tensor_parallel_size=2"],
-    "TP2-SP, one worker": ["parallel.tensor=2", "parallel.sequence_parallel=true"],
+    "TP2-SP, one worker, adapters at temperature 0.7": [
+        "parallel.tensor=2",
+        "parallel.sequence_parallel=true",
+        "model.lora.rank=4",
+        "rollout.temperature=0.7",
+        "rollout.top_p=0.9",
+    ],
 }
 
 

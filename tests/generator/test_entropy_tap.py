@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.outputs import LogprobsTensors
 
+from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, VocabShard, logp_and_entropy
 from mega_agentrl.generator.entropy_tap import (
     Measurements,
     TapRecord,
@@ -28,26 +29,42 @@ from mega_agentrl.generator.entropy_tap import (
     read_measurements,
     tap_sampler,
 )
+from mega_agentrl.numerics.exact_sums import FixedPointRows, exact_matmul
 
 
 def test_two_equal_tokens_have_entropy_log_2_at_any_temperature():
     logits_RV = torch.tensor([[1.0, 1.0, -math.inf], [0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf]])
     got = measure_logits(logits_RV, torch.tensor([1.0, 0.5, 0.0]))
     assert got.entropy_R.tolist() == pytest.approx([math.log(2)] * 3)
-    # LSE(0, 0) / 0.5 - LSE(0, 0) = 2 log 2 - log 2; a greedy row is measured at temperature 1.
-    assert got.shift_R.tolist() == pytest.approx([0.0, math.log(2), 0.0])
+    assert got.logp_RV[:, :2].flatten().tolist() == pytest.approx([-math.log(2)] * 6)
     assert got.argmax_R.tolist()[0] in (0, 1)
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["ordinary", "exact"])
 @given(seed=st.integers(0, 1000), temperature=st.floats(0.2, 3.0), offset=st.floats(-30, 30))
-def test_shift_turns_raw_log_probs_into_those_at_the_temperature(seed, temperature, offset):
+def test_log_probs_and_entropies_are_those_at_the_temperature(exact, seed, temperature, offset):
     logits_RV = torch.randn(3, 50, generator=torch.manual_seed(seed)) * 5 + offset
-    got = measure_logits(logits_RV, torch.full((3,), temperature))
+    got = measure_logits(logits_RV, torch.full((3,), temperature), exact=exact)
     expected_RV = (logits_RV.double() / temperature).log_softmax(-1)
-    got_RV = logits_RV.double().log_softmax(-1) / temperature + got.shift_R[:, None]
-    assert torch.allclose(got_RV, expected_RV, atol=2e-4)
+    assert got.logp_RV.dtype == got.entropy_R.dtype == torch.float32
+    assert torch.allclose(got.logp_RV.double(), expected_RV, atol=2e-4)
     entropy_R = -(expected_RV.exp() * expected_RV).sum(-1)
     assert torch.allclose(got.entropy_R.double(), entropy_R, atol=1e-4)
+    assert bool((got.logp_RV <= 0).all())
+
+
+def test_exact_log_probs_are_those_of_the_policy_bit_by_bit():
+    """0.7 is another number in float32, in which vLLM has it, and in float64."""
+    generator = torch.manual_seed(1)
+    hidden_ND, weight_VD = (torch.randn(n, 16, generator=generator) for n in (9, 50))
+    target_N = torch.randint(50, (9,), generator=generator)
+    shard = VocabShard(first_token_id=0, num_valid_rows=50, group=None, kernel=VocabKernel.exact)
+    expected_N, entropy_N = logp_and_entropy(hidden_ND, weight_VD, target_N, 0.7, shard)
+    rows = FixedPointRows.from_rows(weight_VD)
+    logits_NV = exact_matmul(hidden_ND, rows, num_terms=16).float()
+    got = measure_logits(logits_NV, torch.full((9,), 0.7), exact=True)
+    assert torch.equal(got.logp_RV.gather(1, target_N[:, None])[:, 0], expected_N)
+    assert torch.equal(got.entropy_R, entropy_N)
 
 
 def log_probs(sampled, *columns):
@@ -69,22 +86,24 @@ def as_returned(tensors, num_logprobs=0):
 def test_values_come_back_exactly():
     # The second row has the smallest entropy of float32, the third one below 0 by rounding.
     tiny = torch.finfo(torch.float32).smallest_normal / 2**23
+    logp_RV = torch.full((4, 5), -9.0)
+    logp_RV[range(4), [1, 2, 3, 4]] = torch.tensor([-3.5, 0.0, -1e30, -0.0])
     measured = Measurements(
+        logp_RV,
         torch.tensor([1.25, tiny, -1e-7, 0.0]),
-        torch.tensor([-3.5, 0.0, 1e30, -0.0]),
         torch.tensor([151_935, 0, 7, 2**31 - 1]),
     )
     sent = attach_measurements(log_probs([1, 2, 3, 4]), measured)
     assert read_measurements(as_returned(sent)) == TapRecord(
+        logps=(-3.5, 0.0, float(np.float32(-1e30)), 0.0),
         entropies=(1.25, tiny, 0.0, 0.0),
-        logp_shifts=(-3.5, 0.0, float(np.float32(1e30)), 0.0),
         argmax_ids=(151_935, 0, 7, 2**31 - 1),
     )
 
 
 def test_alternatives_and_sampled_ids_stay_as_they_are():
     tensors = log_probs([1, 2], [5, 6], [7, 8])
-    measured = Measurements(torch.ones(2), torch.zeros(2), torch.tensor([5, 6]))
+    measured = Measurements(torch.zeros(2, 9), torch.ones(2), torch.tensor([5, 6]))
     sent = attach_measurements(tensors, measured)
     assert sent.logprob_token_ids.tolist() == [[5, 5, 7], [6, 6, 8]]
     assert tensors.logprob_token_ids[:, 0].tolist() == [1, 2]
@@ -92,7 +111,7 @@ def test_alternatives_and_sampled_ids_stay_as_they_are():
 
 
 def test_a_rank_is_not_taken_for_a_measurement():
-    measured = Measurements(torch.ones(1), torch.zeros(1), torch.tensor([5]))
+    measured = Measurements(torch.zeros(1, 9), torch.ones(1), torch.tensor([5]))
     flat = as_returned(attach_measurements(log_probs([1]), measured))
     flat.append_fast([1], [0.0], iter([300]), [None])
     with pytest.raises(RuntimeError, match="token 1 of 2 has rank 300"):
@@ -128,19 +147,15 @@ def batch(slots):
     return SimpleNamespace(idx_mapping_np=np.array(slots), expanded_idx_mapping=torch.tensor(slots))
 
 
-@pytest.mark.parametrize(
-    ("slots", "shifts"),
-    [([2, 0], [0.0, 0.0]), ([1, 2], [math.log(2) / 0.5 - math.log(2), 0.0])],
-    ids=["unit-and-greedy", "warm"],
-)
-def test_rows_of_v2_are_measured_at_the_temperature_of_their_slot(slots, shifts):
+@pytest.mark.parametrize("slots", [[2, 0], [1, 2]], ids=["unit-and-greedy", "another-temperature"])
+def test_rows_of_v2_are_measured_at_the_temperature_of_their_slot(slots):
     sampler = tap_sampler(V2Sampler([1.0, 0.5, 0.0]))
     logits = torch.tensor([[3.0, 3.0], [0.0, math.log(3.0)]])
     output = sampler(logits, batch(slots))
     got = read_measurements(as_returned(output.logprobs_tensors))
     expected = [math.log(2), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
     assert got.entropies == pytest.approx(expected)
-    assert got.logp_shifts == pytest.approx(shifts)
+    assert got.logps == pytest.approx([math.log(0.5), math.log(0.25)])
     assert got.argmax_ids[1] == 1
     assert output.sampled_token_ids.tolist() == [[0], [0]]
 

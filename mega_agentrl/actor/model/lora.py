@@ -3,8 +3,8 @@
 A layer with adapters computes with W + alpha / rank * B A (`reshard.adapters`). The sum is formed
 again in each pass, which costs as much as `rank` more tokens. So the adapters work in every
 parallel layout, with recomputation and grouped experts. Engines and exported folders have the same
-weights, but for a rounding in about one of 10^8 elements. Memory for gradients and
-optimizer is that of the adapters; merged weights are kept for the backward pass.
+weights, but for a rounding in about one of 10^8 elements, and none with `exact`. Memory for
+gradients and optimizer is that of the adapters; merged weights are kept for the backward pass.
 
 Each tensor rank sees the gradient of its own part of a weight. The gradient of a factor that all
 tensor ranks hold (`lora_layout`) is summed over them in the backward pass.
@@ -20,6 +20,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.model.exact_layers import exact_value
 from mega_agentrl.reshard.adapters import exact_product, fast_product, merge_adapters
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, is_lora_replicated, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import is_expert_param
@@ -51,10 +52,17 @@ class LoraWeight(torch.nn.ModuleDict):
         config: Rank, scale and targets.
         dtype: Dtype of the factors.
         groups: The process groups.
+        exact: Whether to compute with the very weight that engines merge.
     """
 
     def __init__(
-        self, shard: ShardLayout, config: LoraConfig, dtype: torch.dtype, groups: ParallelGroups
+        self,
+        shard: ShardLayout,
+        config: LoraConfig,
+        dtype: torch.dtype,
+        groups: ParallelGroups,
+        *,
+        exact: bool = False,
     ) -> None:
         adapters = lora_shards([shard], config.rank, config.targets)
         shapes = {adapter.name: adapter.shape for adapter in adapters}
@@ -71,6 +79,7 @@ class LoraWeight(torch.nn.ModuleDict):
             }
         )
         self._shard = shard
+        self._exact = exact
         self._scale = config.alpha / config.rank
         self._modules_of_keys = tuple(modules.values())
         collection = groups.pg_collection
@@ -81,7 +90,11 @@ class LoraWeight(torch.nn.ModuleDict):
 
     def forward(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return the `[out, in]` weight with the changes of the adapters."""
-        return self._merge(weight_OI, fast_product)
+
+        def ordinary() -> torch.Tensor:
+            return self._merge(weight_OI, fast_product)
+
+        return exact_value(ordinary, lambda: self.merged(weight_OI)) if self._exact else ordinary()
 
     @torch.no_grad()
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -110,6 +123,8 @@ def attach_adapters(
     config: LoraConfig,
     dtype: torch.dtype,
     groups: ParallelGroups,
+    *,
+    exact: bool = False,
 ) -> dict[str, LoraWeight]:
     """Give the target layers of the chunks their adapters, without values.
 
@@ -119,6 +134,7 @@ def attach_adapters(
         config: Rank, scale and targets.
         dtype: Dtype of the factors.
         groups: The process groups.
+        exact: Whether to compute with the very weights that engines merge.
 
     Returns:
         The adapters by the name of their weight in `shards`.
@@ -135,7 +151,7 @@ def attach_adapters(
         )
         path = shard.name.removeprefix(mp_rank.param_prefix(number)).removesuffix(".weight")
         layer = chunk.get_submodule(path)
-        layer.lora = adapters[shard.name] = LoraWeight(shard, config, dtype, groups)
+        layer.lora = adapters[shard.name] = LoraWeight(shard, config, dtype, groups, exact=exact)
         _compute_with_adapters(layer)
     for chunk in chunks:
         if (embedding := getattr(chunk, "embedding", None)) is not None:

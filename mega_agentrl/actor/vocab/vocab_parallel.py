@@ -91,7 +91,8 @@ def logp_and_entropy(
             under sequence parallelism). Their gradient is summed over the ranks.
         weight_VD: `[V/tp, D]` local rows, in the same dtype.
         target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
-        temperature: Divisor of the logits.
+        temperature: Divisor of the logits. The exact kernel rounds it to float32, in which engines
+            have it.
         shard: The rows of `weight_VD` in the whole vocabulary, and their process group.
 
     Returns:
@@ -104,6 +105,8 @@ def logp_and_entropy(
             log-prob of such a token is -inf.
     """
     _check_inputs(hidden_ND, weight_VD, target_N, temperature, shard)
+    if shard.kernel is VocabKernel.exact:
+        temperature = torch.tensor(temperature, dtype=torch.float32).item()
     return _LogpEntropy.apply(hidden_ND, weight_VD, target_N, temperature, shard)
 
 

@@ -168,13 +168,7 @@ def check_zero_mismatch(config: TrainConfig, model: dict[str, Any]) -> None:
     refusals = {
         "a model without experts, whose sums follow their routes": has_experts(model),
         "a text model; a vision tower is computed in other arithmetic": has_images(model),
-        "model.lora.rank=0, because the policy merges adapters in other arithmetic": (
-            config.model.lora.rank > 0
-        ),
         "model.dtype=auto or float32": config.model.dtype is Dtype.bfloat16,
-        "rollout.temperature=1, at which engines report log-probs": (
-            config.rollout.temperature != 1.0
-        ),
         "rollout.max_staleness=0, because older weights give other log-probs": (
             config.rollout.max_staleness > 0
         ),

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 _FLOAT_BYTES = 4
+_EXACT_BYTES = 8
+"""Bytes of an element of `numerics.exact_sums.FixedPointRows`."""
 _CUDA_GRAPH_BYTES = GIB
 """Assumed bytes of the CUDA graphs of an engine rank."""
 MIN_BATCHED_TOKENS = 8192
@@ -51,7 +53,7 @@ class EngineMemory:
     """Bytes on one tensor rank of an engine."""
 
     weights: int
-    """Bytes of the weights."""
+    """Bytes of the weights; with `model.zero_mismatch` also of their float64 copies."""
     activations: int
     """Bytes of the activations of the largest forward pass."""
     logits: int
@@ -108,7 +110,9 @@ def estimate_engine_memory(
 ) -> EngineMemory:
     """Return the memory of an engine rank; all ranks need the same."""
     engine, item_bytes = config.engine, device.item_bytes(config.model.dtype)
-    weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size) * item_bytes
+    num_weights = num_engine_rank_parameters(shape, engine.tensor_parallel_size)
+    received_bytes = num_weights * item_bytes
+    weights = received_bytes + (num_weights * _EXACT_BYTES if config.model.zero_mismatch else 0)
     activations = item_bytes * max(
         _num_activation_elements(config, shape), _num_tower_activation_elements(config, shape)
     )
@@ -120,7 +124,7 @@ def estimate_engine_memory(
     runtime = device.engine_runtime_bytes
     if not device.is_gpu:
         # Models on CPUs are small: a bucket holds no more than the rank receives.
-        bucket = min(bucket, weights)
+        bucket = min(bucket, received_bytes)
         runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
     encoder_cache = _num_cached_feature_elements(config, shape) * item_bytes
     used_bytes = weights + activations + logits + encoder_cache + runtime

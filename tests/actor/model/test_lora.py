@@ -118,6 +118,24 @@ def test_adapters_equal_merged_weights(case, folders, rank_pool, train_config, b
         assert ranks[0].num_state_elements == 2 * num_elements
 
 
+@pytest.mark.parametrize("case", ["recompute all", "TP2-PP2-SP"])
+def test_exact_log_probs_are_those_of_merged_weights_bit_by_bit(
+    case, folders, rank_pool, train_config, batch, tmp_path
+):
+    model, layout = LAYOUTS[case]
+    config = make_config(train_config, folders(model), layout)
+    config.model.zero_mismatch = True
+    ranks = rank_pool.run(train_adapters, config.parallel.world_size, config, batch, tmp_path)
+    merged = train_config(tmp_path / "merged")
+    merged.model.zero_mismatch = True
+    ((scores, *_),) = rank_pool.run(full_gradients, 1, merged, batch)
+    got = scores_by_row([rank.scores for rank in ranks], batch)
+    for value, expected in zip(got, scores_by_row([scores], batch), strict=True):
+        assert torch.equal(value, expected)
+    for rank in ranks:
+        assert rank.losses[-1] < rank.losses[0]
+
+
 def expected_gradients(gradients, adapters):
     scale = ALPHA / RANK
     expected = {}

@@ -66,6 +66,16 @@ def test_a_share_smaller_than_the_weights_has_no_cache():
     assert memory.num_kv_cache_tokens == 0
 
 
+def test_an_exact_engine_keeps_its_weights_in_float64_too():
+    config, shape = configured(), released("qwen3-4b")
+    plain = estimate_engine_memory(config, shape, DeviceSpec())
+    config.model.zero_mismatch = True
+    exact = estimate_engine_memory(config, shape, DeviceSpec())
+    assert exact.weights - plain.weights == 8 * num_engine_rank_parameters(shape, 1)
+    assert exact.kv_cache - plain.kv_cache == plain.weights - exact.weights
+    assert exact.transfer == plain.transfer
+
+
 def test_sorting_for_top_p_costs_and_graphs_lie_beside_the_share():
     config = configured()
     shape = released("qwen3-4b")
