@@ -1,8 +1,10 @@
 """Control groups that limit the total memory and process count of a sandbox or session.
 
 Version 2 is used where its controllers are available, else version 1. Where neither can be written
-there is no group, and only the per-process limits apply. The name of a group contains the process
-id and start time of its launcher, so that later launchers can remove the groups of dead ones.
+there is no group, and only the per-process limits apply. The name of a group contains the PID
+namespace, process id and start time of its launcher, so that later launchers in the same namespace
+can remove the groups of dead ones. Launchers in other namespaces, such as other containers of the
+machine, may use the same hierarchy, and whether these are alive cannot be seen.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def create_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
         num_processes: Total number of processes and threads.
     """
     remove_pending()
-    name = f"{_PREFIX}-{os.getpid()}-{_process_start_ticks(os.getpid())}-{next(_group_counter)}"
+    pid = os.getpid()
+    launcher = f"{_pid_namespace()}-{pid}-{_process_start_ticks(pid)}"
+    name = f"{_PREFIX}-{launcher}-{next(_group_counter)}"
     version_2 = {"memory.max": memory_mib * _MIB, "pids.max": num_processes, "memory.swap.max": 0}
     for base in _candidate_parents("", _unified_root()):
         folder = _create_folder(base / name, version_2, needed=("memory.max", "pids.max"))
@@ -112,15 +116,15 @@ def remove_pending() -> None:
 
 
 def remove_stale_cgroups() -> None:
-    """Remove the empty groups of launchers that no longer exist."""
+    """Remove the empty groups of launchers of this PID namespace that no longer exist."""
     roots = [
         ("", _unified_root()),
         *((controller, _ROOT / controller) for controller in ("memory", "pids")),
     ]
     for controller, root in roots:
         for base in _candidate_parents(controller, root):
-            for folder in base.glob(f"{_PREFIX}-*-*-*"):
-                pid, start = (int(word) for word in folder.name.split("-")[1:3])
+            for folder in base.glob(f"{_PREFIX}-{_pid_namespace()}-*-*-*"):
+                pid, start = (int(word) for word in folder.name.split("-")[2:4])
                 if _process_start_ticks(pid) != start:
                     with contextlib.suppress(OSError):
                         folder.rmdir()
@@ -159,6 +163,11 @@ def _create_folder(folder: Path, values: dict[str, int], *, needed: tuple[str, .
     with contextlib.suppress(OSError):
         folder.rmdir()
     return None
+
+
+def _pid_namespace() -> int:
+    """Return the number of this process's PID namespace."""
+    return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _process_start_ticks(pid: int) -> int:

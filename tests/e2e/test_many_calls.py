@@ -76,7 +76,7 @@ def count_descriptors(pid):
 
 def own_cgroups():
     """Control groups that were made for this process."""
-    return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"mega_agentrl-{os.getpid()}-*")}
+    return {str(path) for path in Path("/sys/fs/cgroup").rglob(f"mega_agentrl-*-{os.getpid()}-*-*")}
 
 
 async def cgroups_left(before):

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,22 @@ def test_a_process_that_was_not_moved_is_told(tmp_path):
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(group):
-    parent = Path(group.procs_files[0]).parents[1]
-    dead = parent / "mega_agentrl-4000000-1-0"
+    own = Path(group.procs_files[0]).parent
+    namespace = own.name.split("-")[1]
+    dead = own.parent / f"mega_agentrl-{namespace}-4000000-1-0"
     dead.mkdir()
     remove_stale_cgroups()
     assert not dead.exists()
+    assert own.exists()
+
+
+def test_a_launcher_of_another_pid_namespace_leaves_the_group(group):
+    """There, the process of this id is another one or none, as in a second job's container."""
+    code = "from mega_agentrl.sandbox import cgroup; cgroup.remove_stale_cgroups()"
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    if subprocess.run([*command[:4], "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make PID namespaces")
+    subprocess.run(command, check=True, timeout=60)
     assert Path(group.procs_files[0]).exists()
 
 
