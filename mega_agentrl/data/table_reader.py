@@ -76,7 +76,8 @@ def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[TableRow
     import pyarrow.parquet as pq
 
     with reading(key, file, "a complete parquet file", "not a readable parquet file"):
-        table = pq.read_table(file)
+        # After a read with threads, the process may hang at exit (apache/arrow#50482).
+        table = pq.read_table(file, use_threads=False)
         names = table.column_names
     where = f"{key}={file}"
     check_columns(dict.fromkeys(names), columns, where)
