@@ -37,11 +37,12 @@ def request(**settings):
 def log_probs(*positions):
     """vLLM's log-probs with the tap's measurements.
 
-    A position is (entropy, shift, ids, log-probs); the first id is the most probable token.
+    A position is (entropy, log-prob of the sampled token at the sampling temperature, ids,
+    log-probs at temperature 1); the first id is the most probable token.
     """
     flat = FlatLogprobs()
-    for entropy, shift, ids, logps in positions:
-        (bits,) = np.array([shift, -entropy], dtype=np.float32).view(np.int64).tolist()
+    for entropy, logp, ids, logps in positions:
+        (bits,) = np.array([logp, -entropy], dtype=np.float32).view(np.int64).tolist()
         flat.append_fast(ids, logps, iter((bits, *range(1, len(ids)))), [None] * len(ids))
     return flat
 
@@ -49,7 +50,7 @@ def log_probs(*positions):
 def output(**settings):
     plain = {
         "token_ids": [4, 5],
-        "logprobs": log_probs((0.25, 0.25, [4], [-1.0]), (0.5, 0.5, [7], [-2.0])),
+        "logprobs": log_probs((0.25, -1.0, [4], [-1.0]), (0.5, -2.0, [7], [-2.0])),
         "finish_reason": "length",
         "stop_reason": None,
         "weight_versions": [WeightVersionSpan("3", 0, 2)],
@@ -80,20 +81,10 @@ def test_parameters_decode_text_only_where_a_stop_string_needs_it():
     assert by_text.logprobs == 2
 
 
-@pytest.mark.parametrize(
-    ("temperature", "shifts", "expected"),
-    [
-        (0.5, [0.25, 0.5], (-1.0 / 0.5 + 0.25, -2.0 / 0.5 + 0.5)),
-        (0.0, [0.0, 0.0], (-1.0, -2.0)),
-        (1.0, [1.001, 2.0], (0.0, 0.0)),
-    ],
-    ids=["warm", "greedy", "rounded-above-zero"],
-)
-def test_log_probs_are_those_at_the_temperature(temperature, shifts, expected):
-    logprobs = log_probs((0.25, shifts[0], [4], [-1.0]), (0.5, shifts[1], [7], [-2.0]))
-    asked = request(temperature=temperature)
-    found = to_generation(asked, output(logprobs=logprobs), {}, version=9)
-    assert found.logps == expected
+def test_log_probs_and_entropies_are_those_of_the_tap():
+    logprobs = log_probs((0.25, -1.5, [4], [-1.0]), (0.5, -4.0, [7], [-2.0]))
+    found = to_generation(request(temperature=0.5), output(logprobs=logprobs), {}, version=9)
+    assert found.logps == (-1.5, -4.0)
     assert found.entropies == (0.25, 0.5)
     assert found.argmax_ids == (4, 7)
     assert (found.version, found.versions) == (3, ())
@@ -110,10 +101,10 @@ def test_each_token_has_the_version_that_sampled_it():
 def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
     # vLLM lists the sampled token first; at the first place it is among the two best as well.
     flat = log_probs(
-        (0.25, 0.25, [4, 4, 6], [-1.0, -1.0, -2.0]), (0.5, 0.5, [6, 6, 7], [-3.0, -0.5, -1.5])
+        (0.25, -1.0, [4, 4, 6], [-1.0, -1.0, -2.0]), (0.5, -3.0, [6, 6, 7], [-3.0, -0.5, -1.5])
     )
     found = to_generation(request(num_top_logps=2), output(logprobs=flat), {}, version=0)
-    assert found.logps == (-1.0 + 0.25, -3.0 + 0.5)
+    assert found.logps == (-1.0, -3.0)
     assert found.top_logps == ((-1.0, -2.0), (-3.0, -0.5, -1.5))
     assert to_generation(request(), output(), {}, version=0).top_logps == ()
 
@@ -137,7 +128,7 @@ def test_ends_are_told_apart(finish_reason, stop_reason, expected):
 
 
 def test_missing_measurements_are_an_error_not_a_short_answer():
-    logprobs = log_probs((0.25, 0.25, [4], [-1.0]))
+    logprobs = log_probs((0.25, -1.0, [4], [-1.0]))
     with pytest.raises(ValueError, match="one length"):
         to_generation(request(), output(logprobs=logprobs), {}, version=0)
 

@@ -11,6 +11,7 @@ from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tests.e2e.overrides import asset_overrides
 from tools import compare_algos
 from tools.compare.plan import TASKS
+from tools.compare.result_file import ResultFile
 from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
 from tools.compare.task_runner import TaskRunner
 
@@ -76,17 +77,20 @@ def arguments(inputs):
 
 
 def finish_all(arguments):
-    """Write the results of all runs: GRPO ends at 0.5, the other at 0.7."""
+    """Write the results of all runs, and return both: GRPO ends at 0.5, the other at 0.7."""
     args = compare_algos._parse(arguments)
     options = compare_algos._make_options(args)
     runner = TaskRunner.plan(TASKS["toolqa"], options, args.algos)
+    finished = []
     for run in runner.scored_runs:
         reward = 0.5 + 0.2 * (run.algorithm != "grpo")
         end = EvalCostPoint(num_tokens=900, num_tool_calls=50, reward=reward, success=0)
         start = replace(end, num_tokens=0, num_tool_calls=0, reward=0.2)
         folder = Path(run.config.run_dir)
         claim_folder(folder, run.settings)
-        write_json(folder / RESULT, FinishedRun(evaluations=(start, end)))
+        finished.append((run, FinishedRun(evaluations=(start, end))))
+        write_json(folder / RESULT, finished[-1][1])
+    return finished
 
 
 def test_finished_runs_make_page_figure_and_tables_at_once(arguments, tmp_path, capsys):
@@ -117,8 +121,8 @@ def test_finished_runs_make_page_figure_and_tables_at_once(arguments, tmp_path, 
 
 def test_the_lines_of_a_results_file_suffice_for_the_page(arguments, tmp_path):
     results, page = tmp_path / "results.jsonl", tmp_path / "scoreboard.md"
-    finish_all(arguments)
-    assert compare_algos.main([*arguments, "--results", str(results)]) == 0
+    for run, result in finish_all(arguments):
+        ResultFile(results).append("toolqa", run, result, "abc1234")
     shutil.rmtree(tmp_path / "out")
     assert compare_algos.main([*arguments, "--results", str(results), "--page", str(page)]) == 0
     assert "`arpo` is better than `grpo`" in page.read_text()
