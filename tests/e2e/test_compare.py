@@ -24,14 +24,15 @@ SMALL = (
 
 
 @pytest.mark.slow(60)
-def test_a_killed_comparison_goes_on(assets, tmp_path):
+@pytest.mark.parametrize("algorithm", ["arpo", "ppo"])
+def test_a_killed_comparison_goes_on(algorithm, assets, tmp_path):
     out = tmp_path / "out"
     given = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
-    choice = ("--tasks", "toolqa", "--algos", "arpo", "--seeds", "3", "--rates", "2e-4")
+    choice = ("--tasks", "toolqa", "--algos", algorithm, "--seeds", "3", "--rates", "2e-4")
     choice += ("--steps", "6", "--marks", "3")
     command = [sys.executable, "-u", str(ROOT / "tools" / "compare_algos.py"), *choice]
     command += ["--save-every", "2", "--out", str(out), *given, *SMALL]
-    run = out / "toolqa" / "runs" / "arpo-lr0.0002-seed3"
+    run = out / "toolqa" / "runs" / f"{algorithm}-lr0.0002-seed3"
     # A session of its own, so that everything it started is killed with it, as a host would be.
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
@@ -46,7 +47,7 @@ def test_a_killed_comparison_goes_on(assets, tmp_path):
     assert not (run / "result.json").exists()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert re.search(r"arpo-lr0.0002-seed3: continuing after step [24]", done.stdout)
+    assert re.search(rf"{algorithm}-lr0.0002-seed3: continuing after step [24]", done.stdout)
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4, 5, 6]
     points = json.loads((run / "result.json").read_text())["evaluations"]
     spent = [point["num_tokens"] for point in points]

@@ -32,7 +32,10 @@ SHARED_OVERRIDES = (
     "report.save_trees_every_steps=0",
     "report.trackers=[]",
 )
-PRESET_OVERRIDES = {"ares": ("algo.kl_coef=0.001",)}  # without it there is no KL to weigh
+PRESET_OVERRIDES = {
+    "ares": ("algo.kl_coef=0.001",),  # without it there is no KL to weigh
+    "ppo": ("optim.critic_lr=1e-3",),  # the default is for models of billions of parameters
+}
 MAY_DIFFER = ("algo", "rollout", "seed", "run_dir")
 """Sections that may differ between runs that share policy, engine and tools."""
 _LR_KEY = "optim.lr"
@@ -199,21 +202,30 @@ def find_skip_reason(config: TrainConfig, base: TrainConfig) -> str | None:
     return None
 
 
-def check_run(config: TrainConfig, built: TrainConfig) -> None:
+def make_component_config(config: TrainConfig, base: TrainConfig) -> TrainConfig:
+    """Return what the components of a run are built from.
+
+    Args:
+        config: Configuration of the run.
+        base: The baseline's, which is returned unless the run trains a critic.
+    """
+    if not config.algo.needs_critic:
+        return base
+    optim = replace(base.optim, critic_lr=config.optim.critic_lr)
+    return replace(base, algo=config.algo, optim=optim)
+
+
+def check_run(config: TrainConfig, base: TrainConfig) -> None:
     """Check that a run can share the components and keep to a budget.
 
     Args:
-        config: configuration of the run.
-        built: configuration that the components were built from.
+        config: Configuration of the run.
+        base: The baseline's.
 
     Raises:
-        ValueError: the run cannot be part of the comparison.
+        ValueError: The run cannot be part of the comparison.
     """
-    if config.algo.needs_critic:
-        raise ValueError(
-            f"algo.advantage={config.algo.advantage} trains a critic, expected one without in a "
-            "comparison: the checkpoint of the warm start, from which all runs start, has none"
-        )
+    built = make_component_config(config, base)
     names = sorted(name for name in vars(built) if getattr(config, name) != getattr(built, name))
     if others := set(names) - set(MAY_DIFFER):
         raise ValueError(

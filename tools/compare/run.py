@@ -5,6 +5,8 @@
                             result.json
     out/<task>/tuning/<run>/  the same, evaluated on the development questions
 
+A critic starts from `model.path` in each run, as in training.
+
 A killed run continues from its newest checkpoint; a run with a result is not repeated. The settings
 are stored in each folder, and reusing a folder with other settings is an error. `progress.json` has
 the cost and the evaluations until each checkpoint, and is written before it.
@@ -171,14 +173,17 @@ def _restore(
     setup: ComparisonSetup, config: TrainConfig, prompts: PromptSampler
 ) -> tuple[Progress, Controllers]:
     """Restore the warm start, and then the run's newest checkpoint if it has one."""
-    policy, folder = setup.components.policy, Path(config.run_dir)
+    policy, critic = setup.components.policy, setup.components.critic
+    folder = Path(config.run_dir)
     policy.load_checkpoint(setup.warm_start_folder)
+    if critic is not None:
+        critic.reset()
     # The reference weights are those of the warm start, also in a continued run.
     policy.set_objective(config.algo, config.rollout.temperature)
     controllers = initial_controllers(config.algo)
     progress = Progress(step=0, cost=RolloutCost(), evaluations=(setup.initial_evaluation,))
     if (checkpoint := _newest_checkpoint(folder)) is not None:
-        state = run_state.load_checkpoint(policy, checkpoint)
+        state = run_state.load_checkpoint(policy, checkpoint, critic)
         progress = Progress.read(folder, state.step)
         controllers = state.controllers or controllers
         prompts.load_state_dict(state.sampler_state)
@@ -224,7 +229,7 @@ def _train(
                     sampler_state=parts.prompt_source.state_dict(),
                     controllers=trainer.algorithm.controllers,
                 )
-                run_state.save_checkpoint(parts.policy, folder, state)
+                run_state.save_checkpoint(parts.policy, folder, state, critic=parts.critic)
     return FinishedRun(evaluations=progress.evaluations)
 
 

@@ -4,7 +4,8 @@ Each algorithm is tuned alike: one run for each learning rate, with a seed that 
 rate with the highest reward on the development questions at the end is chosen, and among equal ones
 the lowest.
 
-Runs with the same learning rate share policy, engine and tools, which are started once for them.
+Runs with the same learning rate share policy, engine and tools, which are started once for them,
+and once more with a critic for those that train one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tools.compare.plan import (
     PlannedRun,
     find_skip_reason,
     make_algorithm_config,
+    make_component_config,
     make_task_config,
     plan_run,
 )
@@ -170,18 +172,22 @@ class TaskRunner:
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
         names = {(run.name, run.is_tuning) for run, _ in self.finished}
         missing = [run for run in runs if (run.name, run.is_tuning) not in names]
-        for rate in dict.fromkeys(run.learning_rate for run in missing):
-            self._run_group([run for run in missing if run.learning_rate == rate], rate)
+        groups: dict[tuple[float, bool], list[PlannedRun]] = {}
+        for run in missing:
+            groups.setdefault((run.learning_rate, run.config.algo.needs_critic), []).append(run)
+        for group in groups.values():
+            self._run_group(group)
 
-    def _run_group(self, runs: Sequence[PlannedRun], learning_rate: float) -> None:
-        """Start the components once and run all scored or all tuning runs of a learning rate."""
+    def _run_group(self, runs: Sequence[PlannedRun]) -> None:
+        """Start the components that these runs share, and run them."""
         from mega_agentrl.runtime.build import build
         from mega_agentrl.runtime.cluster import ClusterConnection
         from mega_agentrl.runtime.inputs import read_inputs
         from tools.compare.run import run_once
 
         options = self.options
-        base = self.base.with_learning_rate(learning_rate).config
+        base = self.base.with_learning_rate(runs[0].learning_rate).config
+        base = make_component_config(runs[0].config, base)
         with ClusterConnection(base) as cluster, build(base, read_inputs(base), cluster) as parts:
             setup = self._make_setup(parts, is_tuning=runs[0].is_tuning)
             for run in runs:

@@ -31,7 +31,7 @@ def make_runner(tmp_path):
             options=replace(options, **changes),
             base=checked,
             algorithms={"grpo": checked, "arpo": checked},
-            skipped={"ppo": "a critic"},
+            skipped={"gigpo": "one turn"},
         )
 
     return make

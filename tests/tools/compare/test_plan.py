@@ -1,6 +1,7 @@
 """Every preset is a checked configuration that shares all parts, or is skipped with a reason."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tools.compare.plan import (
     find_skip_reason,
     list_presets,
     make_algorithm_config,
+    make_component_config,
     make_task_config,
     plan_run,
 )
@@ -66,10 +68,17 @@ def test_algorithms_are_what_their_names_say(checked):
     assert checked["arpo+algo.egpo.lam=0.3"].config.rollout.branching is Branching.after_result
 
 
-def test_all_but_the_critic_run_on_tool_qa(checked, base):
+def test_all_run_on_tool_qa(checked, base):
     reasons = {name: find_skip_reason(one.config, base.config) for name, one in checked.items()}
-    assert [name for name, reason in reasons.items() if reason is not None] == ["ppo"]
-    assert "critic" in reasons["ppo"]
+    assert set(reasons.values()) == {None}
+
+
+def test_only_a_critic_needs_other_components(checked, base):
+    built = {name: make_component_config(one.config, base.config) for name, one in checked.items()}
+    assert [name for name, config in built.items() if config is not base.config] == ["ppo"]
+    assert built["ppo"].algo.needs_critic
+    assert built["ppo"].optim == replace(base.config.optim, critic_lr=1e-3)
+    assert replace(built["ppo"], algo=base.config.algo, optim=base.config.optim) == base.config
 
 
 @pytest.mark.parametrize(

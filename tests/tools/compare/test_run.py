@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.config.sections.rollout import RolloutConfig
@@ -19,6 +20,7 @@ from mega_agentrl.types.components import Components
 from mega_agentrl.types.records import Score
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, unit
 from tests.train.file_policy import FilePolicy
+from tests.train.interruptible_run import LearningCritic, Moments
 from tools.compare.budget import Budget
 from tools.compare.run import (
     ComparisonSetup,
@@ -115,7 +117,7 @@ def make_setup(tmp_path, base):
     """`make_setup()`: new processes over the same folders, as after a restart."""
     runner = asyncio.Runner()
 
-    def make():
+    def make(critic=None):
         policy = Learner()
         demonstrations = [Demonstration((1, 2), (3, 4), (1, 1)), Demonstration((1,), (5,), (1,))]
         parts = Components(
@@ -131,6 +133,7 @@ def make_setup(tmp_path, base):
             make_demonstration_batches=lambda: DemonstrationSampler(demonstrations, 1).next_batch,
             startup_s=0.0,
             run_coroutine=runner.run,
+            critic=critic,
         )
         warm = make_warm_start(parts, base, SETTINGS, tmp_path / "warm")
         before = evaluate_warm(parts, base, warm, tmp_path / "warm" / "validation.json")
@@ -191,6 +194,23 @@ def test_a_killed_run_ends_like_one_that_was_not(dies_at, make_setup, base):
     again = [f"load step-{last_saved:06d}"] if last_saved else []
     assert resumed.components.policy.verbs[: 2 + len(again)] == first + again
     assert resumed.components.policy.verbs.count("update") == len(steps_of(config)) - last_saved
+
+
+def test_a_critic_starts_anew_in_each_run_and_goes_on_in_a_killed_one(make_setup, base):
+    base = replace(base, algo=AlgoConfig(advantage="gae"))
+    whole = make_setup(LearningCritic(Moments()))
+    critic = whole.components.critic
+    expected = run_once(whole, config_of(base, "whole"), SETTINGS, BUDGET, 2)
+    learned = critic.weight
+    assert run_once(whole, config_of(base, "again"), SETTINGS, BUDGET, 2) == expected
+    assert critic.weight == learned != LearningCritic(Moments()).weight
+    killed, config = make_setup(LearningCritic(Moments())), config_of(base, "killed")
+    killed.components.policy.dies_at = 4
+    with pytest.raises(KeyboardInterrupt):
+        run_once(killed, config, SETTINGS, BUDGET, 2)
+    resumed = make_setup(LearningCritic(Moments()))
+    assert run_once(resumed, config, SETTINGS, BUDGET, 2) == expected
+    assert resumed.components.critic.weight == learned
 
 
 def read_weight(setup):

@@ -72,9 +72,7 @@ def test_one_learning_rate_needs_no_tuning(make_runner):
 
 def test_only_missing_runs_are_run_and_those_of_a_rate_together(make_runner, monkeypatch):
     groups = []
-    monkeypatch.setattr(
-        TaskRunner, "_run_group", lambda self, runs, rate: groups.append((rate, names(runs)))
-    )
+    monkeypatch.setattr(TaskRunner, "_run_group", lambda self, runs: groups.append(names(runs)))
     first = make_runner()
     finish_tuning(first)
     first.read_finished()
@@ -82,7 +80,19 @@ def test_only_missing_runs_are_run_and_those_of_a_rate_together(make_runner, mon
     again = make_runner()
     again.read_finished()
     again.run_missing()
-    assert groups == [(1e-4, [("grpo", 1e-4, 1), ("grpo", 1e-4, 2)]), (4e-4, [("arpo", 4e-4, 2)])]
+    assert groups == [[("grpo", 1e-4, 1), ("grpo", 1e-4, 2)], [("arpo", 4e-4, 2)]]
+
+
+def test_runs_with_a_critic_are_a_group_of_their_own(make_runner, monkeypatch):
+    groups = []
+    monkeypatch.setattr(TaskRunner, "_run_group", lambda self, runs: groups.append(names(runs)))
+    runner = make_runner(learning_rates=(1e-4,))
+    without = runner.base.config
+    runner.algorithms["ppo"] = replace(
+        runner.base, config=replace(without, algo=replace(without.algo, advantage="gae"))
+    )
+    runner.run_missing()
+    assert [{name for name, _, _ in group} for group in groups] == [{"grpo", "arpo"}, {"ppo"}]
 
 
 def test_scores_have_the_scored_runs_only(make_runner):
@@ -102,7 +112,7 @@ def test_scores_have_the_scored_runs_only(make_runner):
     ]
     assert [curve.eval_points[-1].reward for curve in scores.curves] == [0.6, 0.7, 0.6, 0.7]
     assert scores.tuning_rewards == {"grpo": {1e-4: 0.8, 4e-4: 0.4}, "arpo": {1e-4: 0.4, 4e-4: 0.8}}
-    assert scores.skipped == {"ppo": "a critic"}
+    assert scores.skipped == {"gigpo": "one turn"}
 
 
 def test_results_of_another_budget_are_refused(make_runner):
