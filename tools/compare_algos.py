@@ -169,12 +169,27 @@ def _commits_of_results(options: CompareOptions) -> str:
     return ", ".join(ResultFile(options.results).commits) or options.commit
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+def _outputs(args: argparse.Namespace) -> list[Path]:
+    """Return the files outside of `--out` that the comparison writes."""
+    page = [args.page, args.page.with_name("scoreboard.svg")] if args.page else []
+    return [*([args.results] if args.results else []), *page]
+
+
+def _commit(outputs: Sequence[Path]) -> str:
+    """Return the commit of this code, with `-dirty` if files other than `outputs` have changed."""
+    inside = [path.resolve() for path in outputs if path.resolve().is_relative_to(ROOT)]
+    paths = ["--", ".", *(f":(exclude){path}" for path in inside)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        commit = _git("rev-parse", "--short", "HEAD")
+        has_changes = _git("status", "--porcelain", "--untracked-files=no", *paths)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+    return f"{commit}-dirty" if has_changes else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return done.stdout.strip()
 
 
@@ -200,7 +215,7 @@ def _make_options(args: argparse.Namespace) -> CompareOptions:
         budget=Budget(num_tokens=args.tokens, num_steps=args.steps, num_evaluations=args.marks),
         save_every=args.save_every,
         results=args.results,
-        commit=_commit(),
+        commit=_commit(_outputs(args)),
         overrides=tuple(args.overrides),
     )
 

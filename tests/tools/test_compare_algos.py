@@ -1,7 +1,9 @@
 """The command line of `tools/compare_algos.py`, without a run."""
 
 import json
+import re
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +128,26 @@ def test_the_lines_of_a_results_file_suffice_for_the_page(arguments, tmp_path):
     shutil.rmtree(tmp_path / "out")
     assert compare_algos.main([*arguments, "--results", str(results), "--page", str(page)]) == 0
     assert "`arpo` is better than `grpo`" in page.read_text()
+
+
+def test_the_commit_is_dirty_if_more_than_the_results_has_changed(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    code, results = tmp_path / "code.py", tmp_path / "results.jsonl"
+    git("init")
+    for path in (code, results):
+        path.write_text("before")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e", "commit", "-m", "first")
+    monkeypatch.setattr(compare_algos, "ROOT", tmp_path)
+    elsewhere = Path("/elsewhere/results.jsonl")
+    results.write_text("after")
+    commit = compare_algos._commit([results, elsewhere])
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    assert compare_algos._commit([elsewhere]) == f"{commit}-dirty"
+    code.write_text("after")
+    assert compare_algos._commit([results]) == f"{commit}-dirty"
 
 
 def test_results_of_another_budget_are_refused(arguments, capsys):
