@@ -152,7 +152,7 @@ def scoreboard_markdown(
         introduction,
         f"![Held-out reward of every algorithm with its 95 % interval]({figure})",
         "## Who wins",
-        _conclusions(rows, baseline),
+        _conclusions(tasks, rows, baseline),
     ]
     for task in tasks:
         parts += [f"## {task.title}", _task_table(task, rows[task.title], baseline)]
@@ -160,9 +160,12 @@ def scoreboard_markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def _conclusions(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> str:
+def _conclusions(
+    tasks: Sequence[TaskScores], rows: Mapping[str, Sequence[ScoreRow]], baseline: str
+) -> str:
     lines = []
-    for title, task_rows in rows.items():
+    for task in tasks:
+        task_rows = rows[task.title]
         by_verdict = {
             verdict: [f"`{row.algorithm}`" for row in task_rows if row.verdict is verdict]
             for verdict in Verdict
@@ -175,12 +178,27 @@ def _conclusions(rows: Mapping[str, Sequence[ScoreRow]], baseline: str) -> str:
             text = "Nothing is compared yet."
         if worse := by_verdict[Verdict.worse]:
             text += f" {', '.join(worse)} {_verb(worse)} worse."
+        if other_rate := _differing_rates(task, task_rows, baseline):
+            text += (
+                f" Of these, {', '.join(other_rate)} had another learning rate than `{baseline}`, "
+                "which may be the cause."
+            )
         if equal := by_verdict[Verdict.no_difference]:
             text += f" No difference is shown for {', '.join(equal)}."
         if too_few := by_verdict[Verdict.too_few]:
             text += f" Too few seeds: {', '.join(too_few)}."
-        lines.append(f"* {title}: {text}")
+        lines.append(f"* {task.title}: {text}")
     return "\n".join([*lines, *_overall(rows, baseline)])
+
+
+def _differing_rates(task: TaskScores, rows: Sequence[ScoreRow], baseline: str) -> list[str]:
+    """Return the better and worse algorithms whose learning rate is not the baseline's."""
+    return [
+        f"`{row.algorithm}`"
+        for row in rows
+        if row.verdict in (Verdict.better, Verdict.worse)
+        and task.learning_rates[row.algorithm] != task.learning_rates[baseline]
+    ]
 
 
 def _verb(names: Sequence[str]) -> str:

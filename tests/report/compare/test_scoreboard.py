@@ -1,5 +1,7 @@
 """Bootstrap intervals and verdicts by hand, and the page and figure made from them."""
 
+from dataclasses import replace
+
 import pytest
 
 from mega_agentrl.report.compare.algorithms import EvalCostPoint, RunCostCurve
@@ -139,6 +141,15 @@ def test_the_page_has_a_table_of_each_task_and_what_was_not_run(page):
     assert "* `ppo`: it has a critic" in page
     assert "* `low, seed 1`: no group is left" in page
     assert "![" in page and "(scoreboard.svg)" in page
+
+
+def test_the_page_says_whose_learning_rate_differs_from_the_baselines():
+    rates = {"grpo": 2e-4, "high": 1e-4, "low": 2e-4, "mixed": 1e-4}
+    scores = replace(task(REWARDS), learning_rates=rates)
+    page = scoreboard_markdown([scores], baseline="grpo", introduction="", figure="x.svg")
+    assert "`low` is worse. Of these, `high` had another learning rate than `grpo`," in page
+    page = scoreboard_markdown([task(REWARDS)], baseline="grpo", introduction="", figure="x.svg")
+    assert "another learning rate" not in page
 
 
 def test_a_winner_on_all_tasks_is_named():
