@@ -5,7 +5,7 @@ rate with the highest reward on the development questions at the end is chosen, 
 the lowest.
 
 Runs with the same learning rate share policy, engine and tools, which are started once for them,
-and once more with a critic for those that train one.
+and once more for each algorithm with a critic.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tools.compare.plan import (
 )
 
 if TYPE_CHECKING:
+    from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.report.compare.algorithms import EvalCostPoint
     from mega_agentrl.types.components import Components
     from tools.compare.result_file import ResultFile
@@ -172,23 +173,30 @@ class TaskRunner:
     def _run_all(self, runs: Sequence[PlannedRun]) -> None:
         names = {(run.name, run.is_tuning) for run, _ in self.finished}
         missing = [run for run in runs if (run.name, run.is_tuning) not in names]
-        groups: dict[tuple[float, bool], list[PlannedRun]] = {}
+        groups: list[tuple[TrainConfig, list[PlannedRun]]] = []
         for run in missing:
-            groups.setdefault((run.learning_rate, run.config.algo.needs_critic), []).append(run)
-        for group in groups.values():
-            self._run_group(group)
+            base = self.base.with_learning_rate(run.learning_rate).config
+            built = make_component_config(run.config, base)
+            shared = next((group for config, group in groups if config == built), None)
+            if shared is None:
+                groups.append((built, [run]))
+            else:
+                shared.append(run)
+        for built, group in groups:
+            self._run_group(group, built)
 
-    def _run_group(self, runs: Sequence[PlannedRun]) -> None:
-        """Start the components that these runs share, and run them."""
+    def _run_group(self, runs: Sequence[PlannedRun], built: TrainConfig) -> None:
+        """Start the components that these runs share from their configuration, and run them."""
         from mega_agentrl.runtime.build import build
         from mega_agentrl.runtime.cluster import ClusterConnection
         from mega_agentrl.runtime.inputs import read_inputs
         from tools.compare.run import run_once
 
         options = self.options
-        base = self.base.with_learning_rate(runs[0].learning_rate).config
-        base = make_component_config(runs[0].config, base)
-        with ClusterConnection(base) as cluster, build(base, read_inputs(base), cluster) as parts:
+        with (
+            ClusterConnection(built) as cluster,
+            build(built, read_inputs(built), cluster) as parts,
+        ):
             setup = self._make_setup(parts, is_tuning=runs[0].is_tuning)
             for run in runs:
                 start_s = time.monotonic()

@@ -72,7 +72,9 @@ def test_one_learning_rate_needs_no_tuning(make_runner):
 
 def test_only_missing_runs_are_run_and_those_of_a_rate_together(make_runner, monkeypatch):
     groups = []
-    monkeypatch.setattr(TaskRunner, "_run_group", lambda self, runs: groups.append(names(runs)))
+    monkeypatch.setattr(
+        TaskRunner, "_run_group", lambda self, runs, built: groups.append(names(runs))
+    )
     first = make_runner()
     finish_tuning(first)
     first.read_finished()
@@ -83,16 +85,28 @@ def test_only_missing_runs_are_run_and_those_of_a_rate_together(make_runner, mon
     assert groups == [[("grpo", 1e-4, 1), ("grpo", 1e-4, 2)], [("arpo", 4e-4, 2)]]
 
 
-def test_runs_with_a_critic_are_a_group_of_their_own(make_runner, monkeypatch):
+def test_each_critic_has_components_of_its_own(make_runner, monkeypatch):
     groups = []
-    monkeypatch.setattr(TaskRunner, "_run_group", lambda self, runs: groups.append(names(runs)))
+    monkeypatch.setattr(
+        TaskRunner,
+        "_run_group",
+        lambda self, runs, built: groups.append(
+            ({run.algorithm for run in runs}, built.algo.advantage, built.optim.critic_lr)
+        ),
+    )
     runner = make_runner(learning_rates=(1e-4,))
     without = runner.base.config
-    runner.algorithms["ppo"] = replace(
-        runner.base, config=replace(without, algo=replace(without.algo, advantage="gae"))
-    )
+    for name, critic_lr in (("ppo", 1e-3), ("ppo+faster", 2e-3)):
+        algo = replace(without.algo, advantage="gae")
+        optim = replace(without.optim, critic_lr=critic_lr)
+        config = replace(without, algo=algo, optim=optim)
+        runner.algorithms[name] = replace(runner.base, config=config)
     runner.run_missing()
-    assert [{name for name, _, _ in group} for group in groups] == [{"grpo", "arpo"}, {"ppo"}]
+    assert groups == [
+        ({"grpo", "arpo"}, without.algo.advantage, without.optim.critic_lr),
+        ({"ppo"}, "gae", 1e-3),
+        ({"ppo+faster"}, "gae", 2e-3),
+    ]
 
 
 def test_scores_have_the_scored_runs_only(make_runner):
