@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis.vendor.pretty import for_type_by_name
 
 from mega_agentrl.types.records import RolloutTree, Trajectory
+from tests import cpu_time
 
 # How long an example takes says more about the machine than about the code. The quick profile tries
 # the same examples on every machine; `--hypothesis-profile=thorough` looks for new ones.
@@ -69,6 +70,16 @@ def pytest_assertrepr_compare(op, left, right):
 
 def pytest_addoption(parser):
     parser.addoption("--part", help="K/N: part K of N of the chosen tests, from 0")
+    parser.addoption("--cpu-budget-s", type=float, help="fail if the tests use more CPU seconds")
+
+
+def pytest_configure(config):
+    """Measure CPU seconds: in the workers where there are some, else here; report them here."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(cpu_time.CpuMeter())
+    if not is_worker:
+        config.pluginmanager.register(cpu_time.CpuReport(config.getoption("cpu_budget_s")))
 
 
 @pytest.hookimpl(trylast=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError, abbreviate
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_MAX_SHOWN_CHARS = 500
-"""Length from which a value is abbreviated in a message."""
 
-
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A setting has a value with which the run cannot start.
 
     The message is one line: `key=got: expected ...; probable cause: ...; these values fit: ...`.
@@ -34,17 +33,15 @@ class ConfigError(ValueError):
             cause: probable cause; empty if the value alone explains the error.
             solution: values by dotted key with which the condition holds, if they are known.
         """
-        super().__init__(key, got, expected, cause, solution)
+        super().__init__(key, got, expected, cause)
+        self.args = (key, got, expected, cause, solution)  # what unpickling passes on
         self.key = key
-        self.got = got
-        self.expected = expected
-        self.cause = cause
         self.solution = dict(solution or {})
 
     @property
     def problem(self) -> str:
         """The message without the values that fit; quotes strings, but no enumeration members."""
-        got = _abbreviate(self.got)
+        got = abbreviate(self.got)
         cause = f"; probable cause: {self.cause}" if self.cause else ""
         return f"{self.key}={got}: expected {self.expected}{cause}"
 
@@ -62,14 +59,3 @@ def check_range(ok: bool, key: str, got: object, expected: str) -> None:
     """Raise a `ConfigError` unless `ok`."""
     if not ok:
         raise ConfigError(key, got, expected)
-
-
-def _abbreviate(value: object) -> str:
-    """Return the value as text of at most about `_MAX_SHOWN_CHARS`."""
-    try:
-        text = repr(value) if type(value) is str else str(value)
-    except ValueError:  # Python prints no integer of thousands of digits, also not within a list
-        return f"{type(value).__name__} with a number of too many digits"
-    if len(text) <= _MAX_SHOWN_CHARS:
-        return text
-    return f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"

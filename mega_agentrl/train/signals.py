@@ -244,21 +244,26 @@ class SignalHandler:
 def _end_after_signal(
     receiver: socket.socket, has_ended: threading.Event, timeout_s: float
 ) -> None:
-    """Wait for the number of a signal; end the process unless `has_ended` is set in time."""
+    """Wait for the number of a signal; end the process unless `has_ended` is set in time.
+
+    The receiver stays open until then, because Python writes each further signal to its peer, and
+    prints a traceback if that fails.
+    """
     with receiver:
         number = 0
         while number not in EXIT_CODES:
             if not (received := receiver.recv(1)):
                 return
             number = received[0]
-    if not has_ended.wait(timeout_s):
-        print(
-            f"mega_agentrl: interrupted ({signal.Signals(number).name}) while the run was "
-            f"starting, and ended {timeout_s:g} s later, because a library was still waiting",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_CODES[number])
+        if has_ended.wait(timeout_s):
+            return
+    print(
+        f"mega_agentrl: interrupted ({signal.Signals(number).name}) while the run was "
+        f"starting, and ended {timeout_s:g} s later, because a library was still waiting",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_CODES[number])
 
 
 PROCESS_SIGNAL_HANDLER = SignalHandler()

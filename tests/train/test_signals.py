@@ -242,6 +242,24 @@ def test_a_signal_while_a_run_starts_ends_it_even_if_a_library_waits(wait):
     assert "SIGTERM" in said
 
 
+def test_a_second_signal_while_a_run_starts_is_taken_too():
+    """Its number is written to the descriptor that the first one has woken."""
+    text = START.format(wait="time.sleep(600)", then="time.sleep(600)").replace("0.5", "600")
+    child = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "ready\n"
+        for _ in range(20):  # until the watcher has read the first one
+            child.send_signal(signal.SIGUSR1)
+            time.sleep(0.02)
+        child.send_signal(signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert "BrokenPipe" not in stderr
+
+
 def test_after_the_start_a_signal_has_no_limit():
     signal_handler = SignalHandler()
     num_threads = threading.active_count()
