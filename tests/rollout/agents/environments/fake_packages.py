@@ -1,6 +1,8 @@
-"""Modules with the interfaces of Gymnasium, OpenEnv and verifiers around one game with faults.
+"""One game with faults, as an environment of Gymnasium, OpenEnv and verifiers.
 
 The game has three steps. An action is a number up to 100; its reward is a hundredth of it.
+Gymnasium is the real package; OpenEnv and verifiers, which the tests do not install, are modules
+with the same interfaces.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 import aiohttp
+import gymnasium
 
 NUM_STEPS = 3
 MAX_NUMBER = 100
@@ -33,6 +36,13 @@ class Games:
         self.made.append(Game(self.faults.get(len(self.made), "")))
         return self.made[-1]
 
+    @property
+    def only_hanging_left(self):
+        """Whether a call hangs and all other games have ended."""
+        return any(game.is_hanging for game in self.made) and all(
+            game.is_hanging or game.is_closed for game in self.made
+        )
+
 
 @dataclass
 class Game:
@@ -40,6 +50,7 @@ class Game:
     seed: int | None = None
     numbers: list[int] = field(default_factory=list)
     is_closed: bool = False
+    is_hanging: bool = False
 
     def reset(self, seed):
         self.seed = seed
@@ -69,27 +80,19 @@ class Game:
             raise OSError("closed already")
 
 
-class Discrete:
-    """`gymnasium.spaces.Discrete`."""
-
-    start, n = 0, MAX_NUMBER + 1
-
-    def contains(self, number):
-        return 0 <= number <= MAX_NUMBER
-
-
-class GymEnvironment:
-    render_mode = None
+class GymEnvironment(gymnasium.Env):
+    action_space = gymnasium.spaces.Discrete(MAX_NUMBER + 1)
+    observation_space = gymnasium.spaces.Text(100)
 
     def __init__(self, game):
-        self.action_space = Discrete()
         self._game = game
 
-    def reset(self, *, seed, options):
+    def reset(self, *, seed=None, options=None):
         return self._game.reset(seed), {}
 
     def step(self, number):
         if self._game.fault == "hang":
+            self._game.is_hanging = True
             threading.Event().wait()
         text, reward, is_over = self._game.step(number)
         is_cut = is_over and self._game.fault == "truncated"
@@ -99,14 +102,14 @@ class GymEnvironment:
         self._game.close()
 
 
-def fake_gymnasium(games):
-    return {
-        "gymnasium": _module(
-            "gymnasium",
-            make=lambda id, **kwargs: GymEnvironment(games.make()),
-            spaces=SimpleNamespace(Discrete=Discrete),
-        )
-    }
+def register_gymnasium(games, monkeypatch):
+    """Register the game as `Numbers-v0` of the real Gymnasium."""
+    spec = gymnasium.envs.registration.EnvSpec(
+        id="Numbers-v0",
+        entry_point=lambda: GymEnvironment(games.make()),
+        disable_env_checker=True,  # it raises errors of its own at some of the faults
+    )
+    monkeypatch.setitem(gymnasium.registry, spec.id, spec)
 
 
 class OpenEnvClient:
@@ -127,6 +130,7 @@ class OpenEnvClient:
 
     async def step(self, action):
         if self._game.fault == "hang":
+            self._game.is_hanging = True
             await asyncio.sleep(1000)
         if self._game.fault == "lost" and self._game.numbers:
             self._episode_id = next(self.episode_ids)
@@ -144,12 +148,11 @@ class OpenEnvClient:
         return SimpleNamespace(observation=observation, reward=reward, done=is_over)
 
 
-def fake_openenv(games):
+def install_openenv(games, monkeypatch):
     def client(base_url, message_timeout_s):
         return OpenEnvClient(games.make())
 
-    core = _module("openenv.core", GenericEnvClient=client)
-    return {"openenv": _module("openenv", core=core), "openenv.core": core}
+    _install(monkeypatch, "openenv", "core", GenericEnvClient=client)
 
 
 class VerifiersTaskset:
@@ -221,18 +224,22 @@ class VerifiersEnvironment:
         return total
 
 
-def fake_verifiers(games):
-    api = _module(
-        "verifiers.v1",
+def install_verifiers(games, monkeypatch):
+    _install(
+        monkeypatch,
+        "verifiers",
+        "v1",
         resolve_env_config=lambda block: SimpleNamespace(env_id="numbers"),
         load_environment=lambda config: VerifiersEnvironment(games),
         EvalClientConfig=SimpleNamespace,
         ModelContext=SimpleNamespace,
     )
-    return {"verifiers": _module("verifiers", v1=api), "verifiers.v1": api}
 
 
-def _module(name, **content):
-    module = ModuleType(name)
-    vars(module).update(content)
-    return module
+def _install(monkeypatch, package, module, **content):
+    """Let `package.module` be importable with this content."""
+    inner, outer = ModuleType(f"{package}.{module}"), ModuleType(package)
+    vars(inner).update(content)
+    setattr(outer, module, inner)
+    for loaded in (outer, inner):
+        monkeypatch.setitem(sys.modules, loaded.__name__, loaded)

@@ -13,7 +13,6 @@ TO_THE_GOAL = ["down 1", "1", "2", "1", "2", "2"]
 
 
 async def test_frozen_lake_is_solved_and_is_cut(codec):
-    pytest.importorskip("gymnasium", reason="gymnasium is not installed")
     make = {"render_mode": "ansi", "is_slippery": False, "max_episode_steps": 6}
     agent = GymnasiumAgent(id="FrozenLake-v1", make=make)
     for moves, reward in ((TO_THE_GOAL, 1.0), (["0"] * 6, 0.0)):

@@ -1,7 +1,5 @@
 """The tasks of a verifiers environment as prompts, which name their tasks."""
 
-import sys
-
 import pytest
 
 from mega_agentrl.config.sections.data import DataConfig, DataFile
@@ -9,15 +7,14 @@ from mega_agentrl.data.rl_dataset import read_prompts
 from tests.rollout.agents.environments.fake_packages import (
     Games,
     VerifiersTaskset,
-    fake_verifiers,
+    install_verifiers,
 )
 from tools.convert_verifiers import main
 
 
 @pytest.fixture
 def convert(monkeypatch, tmp_path):
-    for module, content in fake_verifiers(Games()).items():
-        monkeypatch.setitem(sys.modules, module, content)
+    install_verifiers(Games(), monkeypatch)
     file = tmp_path / "train.parquet"
     return file, lambda *more: main(
         ["--environment", "{taskset: {id: numbers}}", "--output", str(file), *more]
