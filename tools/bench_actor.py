@@ -1,7 +1,7 @@
 """Benchmarks training steps of the actor on one device against transformers, a JSON line a case.
 
-    python tools/bench_actor.py [--tokens N] [--row N] [--layers N] [--hidden N] [--heads N]
-        [--kv-heads N] [--intermediate N] [--vocab N] [--repeats N]
+    python tools/bench_actor.py [--quick] [--tokens N] [--row N] [--layers N] [--hidden N]
+        [--heads N] [--kv-heads N] [--intermediate N] [--vocab N] [--repeats N]
 
 The model is a random Qwen2, by default four layers as wide as those of Qwen2.5-7B. A step is
 forward, backward and optimizer on `--tokens` tokens in full rows of `--row` tokens, in bfloat16.
@@ -44,7 +44,7 @@ from mega_agentrl.config.sections.policy import ModelConfig  # noqa: E402
 from mega_agentrl.data.sft_dataset import Demonstration, collate_demonstrations  # noqa: E402
 from mega_agentrl.estimate.flops import peak_flops, train_flops  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, parse_options  # noqa: E402
 
 LEARNING_RATE = 1e-5
 NUM_WARM_UP_STEPS = 2
@@ -198,7 +198,19 @@ def main(arguments: list[str] | None = None) -> int:
     }  # fmt: skip
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
-    args = parser.parse_args(arguments)
+    args = parse_options(
+        parser,
+        arguments,
+        tokens=64,
+        row=16,
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        intermediate=96,
+        vocab=128,
+        repeats=1,
+    )
     if args.tokens % args.row:
         print(f"error: --tokens {args.tokens}: expected a multiple of --row {args.row}",
               file=sys.stderr)  # fmt: skip

@@ -1,6 +1,6 @@
 """Benchmarks asynchronous rollouts against the synchronous loop, with slow tools.
 
-    python tools/bench_async.py [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
+    python tools/bench_async.py [--quick] [--model FOLDER] [--steps N] [--prompts N] [--staleness K]
         [--slowest SECONDS] [--in-flight] [key=value ...]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. Both sides are
@@ -47,7 +47,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tools.delayed_tools import DelayedTools  # noqa: E402
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, parse_options  # noqa: E402
 from tools.preflight_parts.compose import compose_config  # noqa: E402
 
 line = partial(bench_line, "async")
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slowest", type=float, default=2.0, help="maximum latency of a call in s")
     parser.add_argument("--in-flight", action="store_true", help="compare weight_sync.in_flight")
     parser.add_argument("overrides", nargs="*", help="key=value, of both sides")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, steps=3, prompts=4, slowest=0.1)
     if not (args.model / "config.json").is_file():
         print(f"bench_async: no model in {args.model}; `make smoke` leaves one", file=sys.stderr)
         return 2

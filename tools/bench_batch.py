@@ -1,6 +1,6 @@
 """Benchmarks how a batch reaches the ranks of the policy, without a model and without Ray.
 
-    python tools/bench_batch.py [--rows 512] [--tokens 4096] [--data 8] [--minibatches 4]
+    python tools/bench_batch.py [--quick] [--rows 512] [--tokens 4096] [--data 8] [--minibatches 4]
         [--cases PATTERN ...]
 
 A step computes log-probs and reference log-probs and updates the policy. Rows have between 64 and
@@ -44,7 +44,7 @@ from mega_agentrl.config.sections.policy import ModelConfig, OptimConfig, Parall
 from mega_agentrl.estimate.device import MIB  # noqa: E402
 from mega_agentrl.runtime.workers.batch_sender import BatchSender  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 CASES = ("sent/step", "received/rank", "seconds/driver", "seconds/rank")
 SHORTEST = 64
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=int, default=8)
     parser.add_argument("--minibatches", type=int, default=4)
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, rows=32, tokens=256, data=4)
     if args.tokens < SHORTEST or args.rows < args.minibatches:
         parser.error(f"expected --tokens at least {SHORTEST}, --rows at least --minibatches")
     try:

@@ -1,6 +1,7 @@
 """Bias and noise of every advantage estimator, in games whose true policy gradient is known.
 
-    python tools/bench_credit.py [--cases PATTERN,...] [--batches N] [--turns N] [--seed N]
+    python tools/bench_credit.py [--quick] [--cases PATTERN,...] [--batches N] [--turns N]
+        [--seed N]
 
 A batch has 16 groups. Each is a prompt of its own, where the reward is easier or harder to get: its
 probability is half of the game's, plus a number from 0 to 0.5 that is the prompt's. Each has
@@ -45,7 +46,7 @@ from mega_agentrl.config.sections.algo import AlgoConfig, EgpoConfig
 from mega_agentrl.train.advantages import add_advantages
 from mega_agentrl.types.batch import TrainBatch
 from tools.credit.games import Game, all_games
-from tools.measurement import bench_line, select_cases
+from tools.measurement import bench_line, parse_options, select_cases
 
 NUM_GROUPS = 16
 BASELINE = ("grpo", "flat")
@@ -257,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--turns", type=int, default=32, help="sampled turns of a group")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parse_options(parser, None, cases=["needle/*"], batches=2)
 
 
 def main() -> None:

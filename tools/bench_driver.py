@@ -1,6 +1,7 @@
 """Benchmarks the driver's computations between rollout and update on one core.
 
-    python tools/bench_driver.py [--rows 4096] [--tokens 8192] [--share 64] [--cases PATTERN ...]
+    python tools/bench_driver.py [--quick] [--rows 4096] [--tokens 8192] [--share 64]
+        [--cases PATTERN ...]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline
 computes the same in plain Python, one trajectory and token at a time. It gets one trajectory in
@@ -46,7 +47,7 @@ from mega_agentrl.types.records import Prompt, RolloutTree, Score, StopReason, T
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 GROUP = 8
 OPEN, CLOSE = 1, 2
@@ -308,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--share", type=int, default=64)
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, rows=32, tokens=256, share=1)
     if args.rows % GROUP or args.rows < GROUP or args.tokens < 16:
         parser.error(f"expected --rows a multiple of {GROUP} and --tokens at least 16")
     try:

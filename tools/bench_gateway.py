@@ -1,6 +1,6 @@
 """Benchmarks the gateway's own time per request, with an engine that answers at once.
 
-    python tools/bench_gateway.py [--sessions 1000] [--seconds 20] [--cases PATTERN ...]
+    python tools/bench_gateway.py [--quick] [--sessions 1000] [--seconds 20] [--cases PATTERN ...]
 
 Clients in a process of their own hold conversations over HTTP: each request sends the whole
 history, as the OpenAI SDK does, and the answer is 60 tokens. A line has the keys bench, case, unit,
@@ -46,7 +46,7 @@ from mega_agentrl.rollout.gateway.tools import SessionTools  # noqa: E402
 from mega_agentrl.rollout.tracing import TrajectorySpans  # noqa: E402
 from mega_agentrl.tool.toolkit import ToolKit  # noqa: E402
 from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation, Prompt  # noqa: E402
-from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
+from tools.measurement import PeakMemory, bench_line, parse_options, select_cases  # noqa: E402
 
 CASES = (
     *("short/p50", "short/p99", "long/p50", "long/p99"),
@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement")
     parser.add_argument("--model", type=Path, default=ROOT / "runs/toolqa_chat/model")
     parser.add_argument("--cases", nargs="+", default=["*"])
-    options = parser.parse_args(arguments)
+    options = parse_options(parser, arguments, sessions=20, seconds=1.0)
     cases = select_cases(options.cases, CASES)
     asyncio.run(run(cases, HFCodec(options.model), options.sessions, options.seconds))
     return 0

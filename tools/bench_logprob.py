@@ -1,6 +1,6 @@
 """Benchmarks time and memory of the vocabulary head, one JSON line per case.
 
-    python tools/bench_logprob.py [--cases PATTERN ...] [--repeats N] [--vocab V]
+    python tools/bench_logprob.py [--quick] [--cases PATTERN ...] [--repeats N] [--vocab V]
 
 Cases are ``memory``, ``forward`` and ``forward_backward`` / T2048, T4096 / TP1, TP2 at hidden width
 1,024, and the same with the suffix ``/H4096``; a pattern is a shell pattern over the whole name, by
@@ -41,7 +41,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from mega_agentrl.runtime.free_port import free_port  # noqa: E402
-from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
+from tools.measurement import PeakMemory, bench_line, parse_options, select_cases  # noqa: E402
 
 VOCAB = 151_936
 MIB = 1 << 20
@@ -318,7 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, cases=["*/T2048/TP?"], repeats=1, vocab=256)
     if args.rank is not None:
         run_rank(args.rank)
     cases = {case.name: case for case in all_cases(args.vocab)}

@@ -1,6 +1,6 @@
 """Measures what attacks on the Python sandbox cost a neighbour, one JSON line per case.
 
-    python tools/bench_neighbours.py [--cases PATTERN ...] [--calls N]
+    python tools/bench_neighbours.py [--quick] [--cases PATTERN ...] [--calls N]
 
 The attacks are those of tests/escape. A line has the keys bench, case, unit, ours, baseline and
 ratio = baseline / ours: `ours` is the neighbour's latency under the attack, `baseline` the same
@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 from tests.escape import test_bombs, test_neighbours, test_user_counts  # noqa: E402
 from tests.escape.outside import with_values  # noqa: E402
 from tests.escape.test_process_limit import IN_THE_WINDOW, WATCH  # noqa: E402
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 NAME = "benchattack"
 ATTACKS = {
@@ -200,7 +200,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--calls", type=int, default=40)
-    args = parser.parse_args(arguments)
+    args = parse_options(
+        parser, arguments, cases=["stateless/busy loops/*", "stateful/fork bomb/*"], calls=4
+    )
     try:
         chosen = select_cases(args.cases, case_names())
     except ValueError as error:

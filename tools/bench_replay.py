@@ -1,7 +1,7 @@
 """Benchmarks router replay: what recorded experts cost in bytes and in seconds.
 
-    python tools/bench_replay.py [--cases PATTERN ...] [--repeats N] [--requests N] [--tokens N]
-        [--layers N] [--hidden N] [--experts N] [--top-k N] [--intermediate N]
+    python tools/bench_replay.py [--quick] [--cases PATTERN ...] [--repeats N] [--requests N]
+        [--tokens N] [--layers N] [--hidden N] [--experts N] [--top-k N] [--intermediate N]
 
 Ours is a run that replays the engine's routes (`model.router_replay=sampled`), the baseline the
 same without (`off`), so that 1 / ratio is what a part costs more:
@@ -50,7 +50,7 @@ from mega_agentrl.types.batch import TrainBatch  # noqa: E402
 from mega_agentrl.types.records import GenerateRequest, Generation  # noqa: E402
 from mega_agentrl.types.routes import TokenRoutes  # noqa: E402
 from tools.bench_tree import RowShape, TreeShape, make_batch  # noqa: E402
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 from tools.one_rank import make_shards, start_policy  # noqa: E402
 
 CASES = (
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         ("intermediate", 128),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, repeats=1, requests=4, tokens=8)
     try:
         chosen = select_cases(args.cases, CASES)
     except ValueError as error:

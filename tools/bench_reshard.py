@@ -1,6 +1,7 @@
 """Benchmarks weight updates of a vLLM engine against verl's and slime's, one JSON line per case.
 
-    python tools/bench_reshard.py [--cases PATTERN ...] [--repeats N] [--bucket-mib N] [sizes]
+    python tools/bench_reshard.py [--quick] [--cases PATTERN ...] [--repeats N] [--bucket-mib N]
+        [sizes]
 
 Trainer: 4 processes, TP 2 x PP 2, that hold the shards of a random Qwen3 as Megatron splits it.
 Engine: a real vLLM engine with TP 2. The paths alternate over the same processes, and times are
@@ -47,14 +48,14 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 from tools.reshard_bench.baselines import BASELINES, OURS  # noqa: E402
 from tools.reshard_bench.model import ModelSizes, write_folder  # noqa: E402
 
@@ -79,6 +80,15 @@ DEFAULT_SIZES = ModelSizes(
     num_key_value_heads=8,
     head_dim=128,
     vocab_size=32_768,
+)
+QUICK_SIZES = ModelSizes(
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    vocab_size=2048,
 )
 
 
@@ -167,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     for field in fields(ModelSizes):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(DEFAULT_SIZES, field.name))
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, repeats=1, bucket_mib=1, **asdict(QUICK_SIZES))
     cases = {case.name: case for case in all_cases(TRANSPORTS)}
     try:
         chosen = [cases[name] for name in select_cases(args.cases, list(cases))]

@@ -1,6 +1,7 @@
 """Benchmarks rollouts with slow tools: streaming collection against lock-step rounds.
 
-    python tools/bench_rollout.py [--model FOLDER] [--prompts N] [--flight N] [--batches N]
+    python tools/bench_rollout.py [--quick] [--model FOLDER] [--prompts N] [--flight N]
+        [--batches N]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline
 collects rollouts as the released ARPO code does (`rollout.branching=released`): a batch of prompts
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tools.delayed_tools import DelayedTools  # noqa: E402
-from tools.measurement import bench_line  # noqa: E402
+from tools.measurement import bench_line, parse_options  # noqa: E402
 
 line = partial(bench_line, "rollout")
 CONFIG = RolloutConfig(group_size=4, max_response_tokens=96, max_turns=6)
@@ -309,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--flight", type=int, default=64, help="trajectories at a time")
     parser.add_argument("--batches", type=int, default=8, help="batches of batch/wall")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, prompts=4, flight=8, batches=1)
     for path in (args.model / "config.json", args.data / "train.parquet"):
         if not path.exists():
             print(f"bench_rollout: no file {path}; `make smoke` creates it", file=sys.stderr)

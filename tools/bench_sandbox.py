@@ -1,6 +1,6 @@
 """Benchmarks the Python sandbox against a new subprocess per call, one JSON line per case.
 
-    python tools/bench_sandbox.py [--cases PATTERN ...] [--calls N] [--workers N]
+    python tools/bench_sandbox.py [--quick] [--cases PATTERN ...] [--calls N] [--workers N]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. The baseline is
 that of the released ARPO code: `python -c CODE` in a subprocess of the launcher's interpreter,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 PRELOAD = ("numpy", "sympy", "pandas")
 KINDS = ("plain", *PRELOAD, "mix")
@@ -330,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2)
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, calls=12)
     try:
         chosen = select_cases(args.cases, case_names())
     except ValueError as error:

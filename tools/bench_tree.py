@@ -1,7 +1,8 @@
 """Benchmarks the policy on rollout trees packed into one batch, one JSON line per case.
 
-    python tools/bench_tree.py [--cases PATTERN ...] [--repeats N] [--cpu-time] [--layers N]
-        [--hidden N] [--heads N] [--kv-heads N] [--head-dim N] [--intermediate N] [--vocab N]
+    python tools/bench_tree.py [--quick] [--cases PATTERN ...] [--repeats N] [--cpu-time]
+        [--layers N] [--hidden N] [--heads N] [--kv-heads N] [--head-dim N] [--intermediate N]
+        [--vocab N]
 
 A case is ``update`` (s; packing, forward and backward pass, optimizer step), ``logp`` (s; packing
 and forward pass, all response tokens) or ``memory`` (MiB, the peak of an update) / a batch of trees
@@ -89,7 +90,7 @@ from mega_agentrl.estimate.host_memory import PROCESS_MEMORY  # noqa: E402
 from mega_agentrl.reshard.layout import round_up  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
 from mega_agentrl.types.batch import TrainBatch  # noqa: E402
-from tools.measurement import PeakMemory, bench_line, select_cases  # noqa: E402
+from tools.measurement import PeakMemory, bench_line, parse_options, select_cases  # noqa: E402
 from tools.one_rank import make_shards, start_policy  # noqa: E402
 
 SIDES = ("flat", "ours", "dense", *(("gather",) if torch.cuda.is_available() else ()))
@@ -529,7 +530,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
     parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
+    args = parse_options(
+        parser,
+        arguments,
+        cases=["*/arpo/*"],
+        repeats=1,
+        layers=1,
+        hidden=64,
+        intermediate=64,
+        vocab=64,
+    )
     if args.job is not None:
         run_job(Job(**{k: tuple(v) if isinstance(v, list) else v for k, v in args.job.items()}))
     try:

@@ -1,6 +1,6 @@
 """Benchmarks workspaces against a new bubblewrap per call and copied folders, one line per case.
 
-    python tools/bench_workspace.py [--cases PATTERN ...] [--rounds N]
+    python tools/bench_workspace.py [--quick] [--cases PATTERN ...] [--rounds N]
 
 A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours. A pattern is a
 shell pattern over the whole name of a case, which ends with p50 or p99:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from tools.bench_sandbox import DEADLINE_S, checked_output, percentile  # noqa: E402
-from tools.measurement import bench_line, select_cases  # noqa: E402
+from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 FORKS = {"fork/1MB": (1, 10), "fork/10MB": (10, 10), "fork/100MB": (100, 10), "many": (10, 1000)}
 """Megabytes and number of files of each case."""
@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--rounds", type=int, default=30, help="measurements of each case")
-    options = parser.parse_args(arguments)
+    options = parse_options(parser, arguments, rounds=3)
     try:
         chosen = select_cases(options.cases, case_names())
     except ValueError as error:

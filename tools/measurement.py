@@ -1,7 +1,8 @@
-"""Selection of cases, the JSON line of a case, and peak memory, for all benchmarks."""
+"""Options and cases of a benchmark, the JSON line of a case, and peak memory."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,26 @@ from pathlib import Path
 
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import ResidentMemory
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **quick: object
+) -> argparse.Namespace:
+    """Parse the options of a benchmark, to which `--quick` is added.
+
+    Args:
+        parser: Parser with all other options.
+        arguments: Words of the command line; None for those of this process.
+        quick: Values that options have with `--quick` unless they are given.
+    """
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="take seconds: sizes too small for figures that mean something",
+    )
+    if parser.parse_known_args(arguments)[0].quick:
+        parser.set_defaults(**quick)
+    return parser.parse_args(arguments)
 
 
 def select_cases(patterns: Iterable[str], names: Sequence[str]) -> list[str]:

@@ -177,16 +177,16 @@ class Engine:
         # repeatedly stop all requests for more than half a second.
         gc.collect()
         gc.freeze()
-        await self._call_workers("finish_startup")
-        await self._call_workers("tap_install")
+        await self.call_workers("finish_startup")
+        await self.call_workers("tap_install")
         if self._moe is not None:
-            await self._call_workers("routes_install")
-        await self._call_workers("weights_install_guard")
+            await self.call_workers("routes_install")
+        await self.call_workers("weights_install_guard")
         if load_weights:
             await self._await_vllm(self._llm.update_weight_version(str(self._version)))
         else:
             self._refusal_reason = NO_WEIGHTS_REASON
-            await self._call_workers("weights_release")
+            await self.call_workers("weights_release")
         self._serving_event.set()
         self._idle_event.set()
         return self
@@ -324,7 +324,7 @@ class Engine:
         """Let running requests end, then free weights and KV cache; may be called twice."""
         await self.pause()
         with self._blocking_call():
-            await self._call_workers("weights_release")
+            await self.call_workers("weights_release")
             await self._sleep_controller.sleep()
 
     async def wake_up(self, part: str) -> None:
@@ -356,7 +356,7 @@ class Engine:
         self._serving_event.set()  # waiting requests fail with the reason
         with suppress(RuntimeError):
             await self._drain()
-            await self._call_workers("weights_reject", reason)
+            await self.call_workers("weights_reject", reason)
 
     async def _drain(self) -> None:
         """Wait until nothing runs, including requests that have not reached vLLM yet."""
@@ -415,7 +415,7 @@ class Engine:
             return
         num_tokens = self._num_finished_tokens + self._num_partial_tokens()
         if num_tokens <= max(self._progress.num_tokens, 0):
-            await self._call_workers("check_health")
+            await self.call_workers("check_health")
         num_running = 0 if self._is_holding else len(self._running)
         if (stuck_s := self._progress.stuck_s(num_tokens, num_running)) is not None:
             raise EngineLostError(
@@ -445,7 +445,7 @@ class Engine:
         finally:
             task.cancel()
 
-    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
+    async def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of `WorkerExtension` and return the answers by worker."""
         answers: list[Any] = await self._await_vllm(self._llm.collective_rpc(method, args=args))
         return answers
@@ -457,7 +457,7 @@ class Engine:
             ValueError: If vLLM's loader does something that no rectangle describes.
         """
         with self._blocking_call():
-            answers = await self._call_workers("weights_layout")
+            answers = await self.call_workers("weights_layout")
         for worker, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise ValueError(f"{self.name}, worker {worker}: {failure}")
@@ -521,7 +521,7 @@ class Engine:
         if not self._is_updating:
             raise RuntimeError(f"{self.name}: no weights to verify: {self._refusal_reason}")
         with self._blocking_call():
-            await self._call_workers("weights_verify", version, pickle.dumps(list(expected)))
+            await self.call_workers("weights_verify", version, pickle.dumps(list(expected)))
             await self._check_workers(version)
             await self._await_vllm(self._llm.finish_weight_update(str(version)))
         await self._check_workers(version)
@@ -530,7 +530,7 @@ class Engine:
 
     async def memory(self) -> list[dict[str, float]]:
         """Return the peak memory of every worker in MiB, by kind of memory."""
-        return await self._call_workers("peak_memory_mib")
+        return await self.call_workers("peak_memory_mib")
 
     async def compute_prompt_log_probs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of a prompt's tokens after the first, at temperature 1.
@@ -564,11 +564,11 @@ class Engine:
         Raises:
             RuntimeError: If requests are refused.
         """
-        await self._call_workers("layer_probe_start", len(token_ids))
+        await self.call_workers("layer_probe_start", len(token_ids))
         try:
             log_probs = await self.compute_prompt_log_probs(token_ids)
         finally:
-            answers = await self._call_workers("layer_probe_finish")
+            answers = await self.call_workers("layer_probe_finish")
         values: dict[str, np.ndarray] = pickle.loads(answers[0])
         return values | {"log_probs": np.array(log_probs)}
 
@@ -581,7 +581,7 @@ class Engine:
 
     async def _worker_failures(self) -> str | None:
         """Return the failures of all workers, with failures that a lost peer caused at the end."""
-        failures = await self._call_workers("weights_failure")
+        failures = await self.call_workers("weights_failure")
         answers = [(failure, worker) for worker, failure in enumerate(failures) if failure]
         answers.sort(key=lambda item: item[0][0])
         return "; ".join(f"worker {worker}: {reason}" for (_, reason), worker in answers) or None

@@ -103,7 +103,7 @@ def die_in_update(worker: Any, rank: int, num_pieces: int) -> None:
     """Kill the process of a worker when it has got some slices of the next update."""
     if worker.rank != rank:
         return
-    writer = worker.weight_transfer_engine._writer
+    writer = worker.weight_transfer_engine.writer
     write, left = writer.write, [num_pieces]
 
     def write_or_die(*args: Any) -> None:

@@ -330,7 +330,7 @@ class ReshardBench:
     # ---- the workers ----------------------------------------------------------------------
 
     async def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        answers = await self._engine._llm.collective_rpc(method, args=arguments)
+        answers = await self._engine.call_workers(method, *arguments)
         for worker, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise RuntimeError(f"worker {worker}, {method}:\n{failure}")

@@ -29,6 +29,7 @@ from mega_agentrl.generator.weights import weight_writer
 from mega_agentrl.generator.worker_extension import WorkerExtension
 from mega_agentrl.reshard.executor import TransferExecutor
 from mega_agentrl.reshard.frames import PartBatch
+from mega_agentrl.reshard.session import TransferContent
 from mega_agentrl.reshard.verify.copy_table import compile_kernel
 from mega_agentrl.reshard.verify.digest_verifier import ReceivedDigests
 from tools.measurement import PeakMemory
@@ -152,14 +153,15 @@ class BenchExtension(WorkerExtension):
         """Receive by our path between `bench_begin` and `bench_end`."""
         engine = self.weight_transfer_engine
         with set_current_vllm_config(self.vllm_config):
-            engine._writer.begin_update()
-            engine._executor.receive(engine._writer, version)
-            engine._writer.check_complete()
+            engine.writer.begin_update()
+            engine.executors[TransferContent.weights].receive(engine.writer, version)
+            engine.writer.check_complete()
 
     @_catch_errors
     def bench_receive_only(self, version: int) -> None:
         """Receive by our path and discard everything."""
-        self.weight_transfer_engine._executor.receive(_DiscardingWriter(), version)
+        executor = self.weight_transfer_engine.executors[TransferContent.weights]
+        executor.receive(_DiscardingWriter(), version)
 
     @_catch_errors
     def bench_join_baseline(

@@ -107,11 +107,13 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.failure: UpdateFailure | None = None
+        self.executors: dict[str, TransferExecutor] = {}
+        """Executors of the sessions that were joined, by content."""
+        self.writer: ModuleWeightWriter | None = None
+        """Writes what arrives in the session of all weights; None before it was joined."""
         self._state = UpdateState.ready
         self._layout: list[ShardLayout] | None = None
-        self._executors: dict[str, TransferExecutor] = {}
         self._adapters: AdapterReceiver | None = None
-        self._writer: ModuleWeightWriter | None = None
         self._digests: ReceivedDigests | None = None
         self._tied_modules: dict[str, torch.nn.Module] = {}
         self.model.register_forward_pre_hook(lambda module, args: self.check_weights_verified())
@@ -159,7 +161,7 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
                 self.shutdown()
                 executor = join_session(session, rank, self.layout())
                 self._prepare_writer(session)
-            self._executors[session.content] = executor
+            self.executors[session.content] = executor
 
     def _prepare_writer(self, session: TransferSession) -> None:
         layout, dtypes = self.layout(), session.plan.dtype_of
@@ -168,13 +170,13 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             (dtype,) = {getattr(torch, name) for name in dtypes.values()}
             device = next(self.model.parameters()).device
             self._adapters = AdapterReceiver(layout, session.lora, dtype, device)
-        self._writer = ModuleWeightWriter(self.model, layout, self._digests, self._adapters)
+        self.writer = ModuleWeightWriter(self.model, layout, self._digests, self._adapters)
 
     def start_weight_update(self) -> None:
         """Make the parameters loadable again."""
         self.failure = None
         with self._recording_failure("start of a weight update"):
-            if not self._executors:
+            if not self.executors:
                 raise ValueError("expected a session; none was joined, or it has failed")
             self._state, self._tied_modules = UpdateState.receiving, {}
 
@@ -191,20 +193,20 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
             self._state = UpdateState.received
 
     def _receive_all(self, version: int) -> None:
-        assert self._writer is not None, "created with the executor"
+        assert self.writer is not None, "created with the executor"
         self._tied_modules = find_tied_modules(self.model)
         initialize_layerwise_reload(self.model)
-        self._writer.begin_update()
-        self._executors[TransferContent.weights].receive(self._writer, version)
-        self._writer.check_complete()
+        self.writer.begin_update()
+        self.executors[TransferContent.weights].receive(self.writer, version)
+        self.writer.check_complete()
 
     def _receive_adapters(self, version: int) -> None:
-        assert self._writer is not None, "created with the executor"
+        assert self.writer is not None, "created with the executor"
         assert self._adapters is not None, "created with the executor"
         self._adapters.begin_update()
-        self._executors[TransferContent.adapters].receive(self._adapters, version)
+        self.executors[TransferContent.adapters].receive(self._adapters, version)
         self._adapters.check_complete()
-        self._writer.merge_adapters()
+        self.writer.merge_adapters()
 
     def verify(self, version: int, expected: np.ndarray) -> None:
         """Compare the received weights with the trainer's digests, `[regions, 2]` uint32."""
@@ -239,13 +241,13 @@ class ReshardTransferEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateI
 
     def shutdown(self) -> None:
         """Leave all sessions."""
-        for executor in self._executors.values():
+        for executor in self.executors.values():
             executor.close()
-        self._executors = {}
+        self.executors = {}
 
     def _mismatch_message(self, mismatches: list[DigestRegion]) -> str:
         assert self._digests is not None, "created with the executor"
-        executor = self._executors[TransferContent.weights]
+        executor = self.executors[TransferContent.weights]
         name, rect = mismatches[0]
         routes = "; ".join(
             f"rank {source} in bucket {', '.join(map(str, buckets[:8]))}"
