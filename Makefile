@@ -9,10 +9,12 @@ PART ?=
 # Test files run in more processes than there are cores, because most of them wait for processes to
 # start or for timeouts. Each process may hold an engine, so there are never more than three.
 LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
+PYTEST = $(PY) -m pytest -n $(LANES) --dist loadgroup --no-loadscope-reorder
+NOT_SLOW := not gpu and not slurm and not slow and not tools
 # With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
 GPU_TESTS := tests/gpu tests/actor tests/reshard/transports
 
-.PHONY: help env model smoke train preflight report compare scoreboard test test-gpu test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare scoreboard test test-all test-extended test-tools test-gpu test-slurm test-slow lint clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -50,8 +52,17 @@ scoreboard: env ## train every algorithm on every task, for hours, into docs/sco
 	@$(PY) tools/make_tiny_model.py --out runs/orders --task orders
 	@$(PY) tools/compare_algos.py --page docs/scoreboard.md --results docs/scoreboard.jsonl $(ARGS)
 
-test: env ## run the tests without those marked gpu, slurm or slow (ARGS="..." to pytest, LANES=3 processes)
-	@$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder -m "not gpu and not slurm and not slow" $(ARGS)
+test: env ## run the pure tests and one path through each system (ARGS="..." to pytest, LANES=3 processes)
+	@$(PYTEST) -m "$(NOT_SLOW) and not extended" $(ARGS)
+
+test-all: env ## run all tests that are not slow
+	@$(PYTEST) -m "$(NOT_SLOW)" $(ARGS)
+
+test-extended: env ## run what `make test-all` has beyond `make test`
+	@$(PYTEST) -m "$(NOT_SLOW) and extended" $(ARGS)
+
+test-tools: env ## run each script under tools/ in a small form (PART=K/N: part K of N, from 0)
+	@$(PY) -m pytest -m "tools and not gpu" $(if $(PART),--part $(PART)) tests/tools $(ARGS)
 
 test-gpu: $(if $(filter .venv/%,$(PY)),env) ## run the GPU tests that this machine can run, list the others with the reason (PY=python3: without .venv)
 	@$(PY) -m pytest -m "gpu and not slurm" -rs $(GPU_TESTS) $(ARGS)
@@ -59,8 +70,8 @@ test-gpu: $(if $(filter .venv/%,$(PY)),env) ## run the GPU tests that this machi
 test-slurm: env ## test launching on a real Slurm of two virtual nodes (WITH_TOOLS=1 installs it)
 	@$(PY) -m pytest -m "slurm and not slow" tests/slurm $(ARGS)
 
-test-slow: env ## run the tests that take minutes (PART=K/N: part K of N, from 0)
-	@$(PY) -m pytest -m "slow and not gpu" $(if $(PART),--part $(PART)) $(ARGS)
+test-slow: env ## run the tests that take minutes (PART=K/N)
+	@$(PY) -m pytest -m "slow and not gpu and not tools" $(if $(PART),--part $(PART)) $(ARGS)
 
 lint: env ## run ruff, mypy and the import contracts; check that all processes collect the same tests
 	@$(PY) -m ruff check .

@@ -26,6 +26,8 @@ settings.load_profile("quick")
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on `--part` may cut a file."""
+SHARED_FIXTURES = ("rank_pool", "ray_local", "engine", "stateless_pool", "target")
+"""Fixtures that take long to make: all tests that need one run in the same process."""
 
 
 def print_tree(tree, printer, cycle):
@@ -82,17 +84,36 @@ def pytest_configure(config):
         config.pluginmanager.register(cpu_time.CpuReport(config.getoption("cpu_budget_s")))
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Keep the part of the tests that `--part` names, once markers have chosen among them.
+    """Say which tests run in the same process; once markers have chosen, keep one part."""
+    if config.getoption("loadgroup", False):
+        # A group starts as a whole: the long ones come first, so that none is left for the end.
+        items.sort(key=lambda item: group_of(item) not in SHARED_FIXTURES)
+        for item in items:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    result = yield
+    if part := config.getoption("part"):
+        number, num_parts = map(int, part.split("/"))
+        kept = choose_part(items, number, num_parts)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+    return result
 
-    Each part takes about as long as the others: `@pytest.mark.slow(seconds)` says how long a test
-    takes, those without a number a second. Tests that share a fixture stay together: those of a
-    file, or, in a file with very many, those with the same parameters, as all tests of a layout.
+
+def group_of(item):
+    """Return the shared fixture that the test needs, or else its file."""
+    used = [name for name in SHARED_FIXTURES if name in item.fixturenames]
+    return used[0] if used else item.location[0]
+
+
+def choose_part(items, number, num_parts):
+    """Return the tests of part `number` of `num_parts`.
+
+    Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
+    test takes, those without a number a second. Tests that share a fixture stay together: those of
+    a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
     """
-    if not (part := config.getoption("part")):
-        return
-    number, num_parts = map(int, part.split("/"))
     num_by_file = Counter(item.path for item in items)
     groups = {}
     for item in items:
@@ -105,12 +126,13 @@ def pytest_collection_modifyitems(config, items):
         load_s[shortest] += _duration_s(group)
         if shortest == number % num_parts:
             kept.update(group)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+    return kept
 
 
 def _duration_s(items):
-    markers = [item.get_closest_marker("slow") for item in items]
+    markers = [
+        item.get_closest_marker("slow") or item.get_closest_marker("tools") for item in items
+    ]
     return sum(marker.args[0] if marker and marker.args else 1 for marker in markers)
 
 

@@ -26,7 +26,7 @@ EXPENSIVE: dict[str, str] = {}
 
 
 def processor_s(root: int) -> float:
-    """Return the CPU seconds of `root` and of its descendants, of dead ones once they are reaped."""
+    """Return the CPU seconds of `root` and its descendants, of dead ones once they are reaped."""
     ticks, children = {}, defaultdict(list)
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -62,7 +62,7 @@ class CpuMeter:
         lap_s, self._own_s = own_s - self._own_s, own_s
         if scan:
             children_s = processor_s(os.getpid()) - own_s
-            # A child that died unreaped, as one whose parent had died before, is lost: not negative.
+            # The seconds of a child that nobody below `root` reaps are lost: never negative.
             lap_s += max(0.0, children_s - self._children_s)
             self._children_s = children_s
         return lap_s
@@ -140,3 +140,22 @@ class CpuReport:
     def total_s(self) -> float:
         """CPU seconds of all tests and fixtures."""
         return sum(self.tests_s.values()) + sum(self.fixtures_s.values())
+
+    def pytest_terminal_summary(self, terminalreporter):
+        """Print what is most expensive, and why the run fails."""
+        if not self.tests_s:
+            return
+        budget = "" if self.budget_s is None else f" of {self.budget_s:g}"
+        terminalreporter.section("CPU seconds")
+        terminalreporter.line(f"{self.total_s:.0f}{budget} in tests and their fixtures; the most:")
+        by_name = self.tests_s | self.fixtures_s
+        for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:NUM_SHOWN]:
+            terminalreporter.line(f"{by_name[name]:8.1f}  {name}")
+        for problem in self.problems():
+            terminalreporter.line(f"too expensive: {problem}", red=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session, exitstatus):
+        """Fail a run that is green otherwise."""
+        if exitstatus == pytest.ExitCode.OK and self.problems():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
