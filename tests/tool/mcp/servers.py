@@ -8,14 +8,20 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
+import anyio
+import pytest
+from mcp.shared.memory import create_client_server_memory_streams
+
 from mega_agentrl.config.enums import CallProtocol
+from mega_agentrl.tool.mcp.connection import McpConnection
 from mega_agentrl.tool.mcp.listing import list_servers
 from mega_agentrl.tool.mcp.server import AnswerLimits, make_tools
 from mega_agentrl.tool.toolkit import ToolKit
 from tests.fakes import CharCodec
+from tests.tool.mcp import example_server
 
 FOLDER = str(Path(__file__).parent)
-EXAMPLE = {"command": "python", "args": ["example_server.py"], "cwd": FOLDER, "timeout_s": 20}
+EXAMPLE = {"command": "python", "args": ["example_server.py"], "cwd": FOLDER, "timeout_s": 60}
 SECRET = "s3cret-of-the-example"
 VARIABLES = {"EXAMPLE_TOKEN": SECRET}
 
@@ -27,10 +33,38 @@ def write_servers(folder, **servers):
     return str(path)
 
 
-def list_example(folder, variables=VARIABLES, **changes):
-    """The example server, listed, with changes of its entry."""
+@contextmanager
+def in_memory(server=example_server.server):
+    """Let connections lead to a server in this process instead of starting one."""
+
+    @asynccontextmanager
+    async def transport(connection):
+        async with (
+            create_client_server_memory_streams() as (client_streams, server_streams),
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(_serve, server, *server_streams)
+            yield client_streams
+            tasks.cancel_scope.cancel()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(McpConnection, "_transport", transport)
+        yield
+
+
+async def _serve(server, reader, writer):
+    """Run a server until the other side ends, or the server cancels its `END_SCOPE`."""
+    async with reader, writer:
+        with anyio.CancelScope() as scope:
+            example_server.END_SCOPE.set(scope)
+            await server.run(reader, writer, server.create_initialization_options())
+
+
+def list_example(folder, **changes):
+    """The example server, listed without a process, with changes of its entry."""
     path = write_servers(folder, example=EXAMPLE | changes)
-    return list_servers(path, variables)[0]
+    with in_memory():
+        return list_servers(path, VARIABLES)[0]
 
 
 @contextmanager
@@ -76,3 +110,8 @@ async def opened(kit):
         yield session
     finally:
         await session.release()
+
+
+async def answer(session, tool, **arguments):
+    """Return the answer of a call."""
+    return (await session.execute(tool, arguments)).answer

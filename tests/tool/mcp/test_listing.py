@@ -1,6 +1,8 @@
 """The tools of a server before the run: pages, names, choices, and servers that do not start."""
 
+import mcp_types
 import pytest
+from mcp.server import Server
 
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.config.errors import ConfigError
@@ -9,7 +11,7 @@ from mega_agentrl.tool.mcp.listing import choose_names, list_servers
 from mega_agentrl.tool.toolkit import build_toolkit, load_mcp_servers
 from tests.fakes import CharCodec
 from tests.tool.mcp.example_server import TOOLS
-from tests.tool.mcp.servers import EXAMPLE, FOLDER, SECRET, write_servers
+from tests.tool.mcp.servers import EXAMPLE, SECRET, in_memory, write_servers
 
 
 def names(listed):
@@ -18,7 +20,8 @@ def names(listed):
 
 def test_all_pages_are_read_and_become_function_schemas(tmp_path):
     config = ToolConfig(mcp=write_servers(tmp_path, example=EXAMPLE))
-    listed = load_mcp_servers(config, {}, protocol=CallProtocol.hermes)
+    with in_memory():
+        listed = load_mcp_servers(config, {}, protocol=CallProtocol.hermes)
     kit = build_toolkit(config, CharCodec(), mcp_servers=listed, protocol=CallProtocol.hermes)
     assert kit.names == ("python", *(name.replace(".", "_") for name in TOOLS))
     assert kit.schemas(["add"])["add"]["function"] == {
@@ -55,27 +58,40 @@ def test_names_that_stay_equal_are_refused():
     assert (caught.value.key, caught.value.got) == ("tool.mcp, servers a b, a.b", "a_b_add")
 
 
+def test_an_unknown_tool_is_named_with_the_nearest(tmp_path):
+    path = write_servers(tmp_path, mine=EXAMPLE | {"include": ["ad"]})
+    with in_memory(), pytest.raises(ConfigError) as caught:
+        list_servers(path, {})
+    assert caught.value.key == f"tool.mcp={path}, server mine, include"
+    assert (caught.value.got, caught.value.cause) == ("ad", "nearest is add")
+
+
 @pytest.mark.parametrize(
-    ("changes", "key", "got", "cause"),
+    ("changes", "got", "cause"),
     [
-        pytest.param({"include": ["ad"]}, ", include", "ad", "nearest is add", id="unknown-tool"),
-        pytest.param({"command": "no-such"}, "", "no-such", "PATH=", id="no-program"),
-        pytest.param({"args": ["nowhere.py"]}, "", "python", "nowhere.py", id="no-script"),
+        pytest.param({"command": "no-such"}, "no-such", "PATH=", id="no-program"),
+        pytest.param({"args": ["nowhere.py"]}, "python", "nowhere.py", id="no-script"),
         pytest.param(
             {"command": "sh", "args": ["-c", "echo bad $TOKEN >&2"], "env": {"TOKEN": SECRET}},
-            "",
             "sh",
             "bad [hidden]",
             id="ends-at-once",
         ),
-        pytest.param({"command": "uvx"}, "", "uvx", '"network": "host"', id="downloader"),
+        pytest.param(
+            {"command": "sh", "args": ["-c", "head -c 2000000 /dev/zero; sleep 300"]},
+            "sh",
+            "it wrote a line of more than 1 MiB",
+            id="flood",
+        ),
+        pytest.param({"command": "uvx"}, "uvx", '"network": "host"', id="downloader"),
     ],
 )
-def test_a_server_that_does_not_start_is_named(tmp_path, changes, key, got, cause):
+def test_a_server_that_does_not_start_is_named(tmp_path, monkeypatch, changes, got, cause):
+    monkeypatch.setattr("mega_agentrl.tool.mcp.connection.MAX_MESSAGE_BYTES", 1 << 20)
     path = write_servers(tmp_path, mine=EXAMPLE | changes)
     with pytest.raises(ConfigError) as caught:
         list_servers(path, {})
-    assert caught.value.key == f"tool.mcp={path}, server mine{key}"
+    assert caught.value.key == f"tool.mcp={path}, server mine"
     assert caught.value.got == got
     assert cause in caught.value.cause
 
@@ -88,11 +104,18 @@ def test_a_silent_server_is_ended_at_the_deadline(tmp_path, monkeypatch):
     assert "no handshake within 0.5 s" in caught.value.cause
 
 
-def test_a_schema_that_is_none_can_be_excluded(tmp_path):
-    entry = {"command": "python", "args": ["odd_schema_server.py"], "cwd": FOLDER}
-    path = write_servers(tmp_path, odd=entry)
-    with pytest.raises(ConfigError) as caught:
-        list_servers(path, {})
-    assert caught.value.key.endswith("server odd, tool odd")
-    path = write_servers(tmp_path, odd=entry | {"exclude": ["odd"]})
-    assert names(list_servers(path, {})) == [["even"]]
+async def list_odd_tools(ctx, params):
+    odd = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+    schemas = {"odd": odd, "even": {"type": "object"}}
+    tools = [mcp_types.Tool(name=name, input_schema=schema) for name, schema in schemas.items()]
+    return mcp_types.ListToolsResult(tools=tools)
+
+
+def test_a_tool_with_an_invalid_schema_is_refused_and_can_be_excluded(tmp_path):
+    with in_memory(Server("odd", on_list_tools=list_odd_tools)):
+        path = write_servers(tmp_path, odd=EXAMPLE)
+        with pytest.raises(ConfigError) as caught:
+            list_servers(path, {})
+        assert caught.value.key.endswith("server odd, tool odd")
+        path = write_servers(tmp_path, odd=EXAMPLE | {"exclude": ["odd"]})
+        assert names(list_servers(path, {})) == [["even"]]
