@@ -118,7 +118,8 @@ def choose_part(items, number, num_parts):
     groups = {}
     for item in items:
         parameters = getattr(item, "callspec", None)
-        is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER and parameters
+        is_large = num_by_file[item.path] > MAX_TESTS_TOGETHER or item.get_closest_marker("tools")
+        is_split = is_large and parameters
         groups.setdefault((item.path, parameters.id if is_split else ""), []).append(item)
     load_s, kept = [0] * num_parts, set()
     for group in sorted(groups.values(), key=_duration_s, reverse=True):

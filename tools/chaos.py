@@ -1,6 +1,7 @@
 """Kills processes of runs at random moments and compares the results with an undisturbed run.
 
-    python tools/chaos.py [--kills N] [--runs M] [--seed K] [--out FOLDER] [key=value ...]
+    python tools/chaos.py [--quick] [--kills N] [--runs M] [--steps S] [--seed K]
+        [--out FOLDER] [key=value ...]
 
 Sends N SIGKILLs in M runs to the driver, a policy rank, an engine or a sandbox host, each equally
 often. A run must end with the same prompts in the same order and, because it has
@@ -9,6 +10,7 @@ died during a call, losses are compared only up to that step; half of all losses
 First, two undisturbed runs must agree bit for bit; the times of the kills are drawn within the
 durations of their steps. A killed driver is restarted with the same command; everything else must
 recover by itself. The runs need the files of `make model`, or the files that the overrides name.
+`--quick` kills only the driver, in a run of two small steps.
 
 Prints the result of each run and writes all results to `chaos.json`, replacing the folder of an
 earlier check. Exit codes: 0 all runs passed, 1 some failed, 2 bad input.
@@ -30,12 +32,11 @@ sys.path.insert(0, str(ROOT))
 
 from tools.chaos_parts.outcome import RunOutcome, differences, read_outcome  # noqa: E402
 from tools.chaos_parts.run import ChaosRun, RunHistory, plan_kills  # noqa: E402
+from tools.measurement import parse_options  # noqa: E402
 
-NUM_STEPS = 8
 DEADLINE_S = 1500.0
 SETTINGS = (
     "experiment=smoke_ci",
-    f"total_steps={NUM_STEPS}",
     "save_every_steps=3",
     "deterministic=true",
     "report.save_trees_every_steps=1",
@@ -43,6 +44,7 @@ SETTINGS = (
     "tool.python.num_hosts=1",
     "tool.python.num_workers=2",
 )
+QUICK_SETTINGS = ("save_every_steps=1", "sft.max_steps=20", "evaluate.num_questions=4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,15 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=20, help="kills in all runs together")
     parser.add_argument("--runs", type=int, default=5, help="number of disturbed runs")
+    parser.add_argument("--steps", type=int, default=8, help="RL steps of each run")
     parser.add_argument("--seed", type=int, default=1, help="seed of the times and targets")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "chaos")
     parser.add_argument("overrides", nargs="*", help="key=value overrides of the runs")
-    args = parser.parse_args(arguments)
+    args = parse_options(parser, arguments, kills=1, runs=1, steps=2)
     if args.runs < 1 or args.kills < args.runs:
         print("error: expected at least one run and a kill for each", file=sys.stderr)
         return 2
     shutil.rmtree(args.out, ignore_errors=True)
-    settings = [*SETTINGS, *args.overrides]
+    settings = [*SETTINGS, f"total_steps={args.steps}"]
+    settings += [*(QUICK_SETTINGS if args.quick else ()), *args.overrides]
     try:
         rows = list(_run_all(args, settings))
     except RuntimeError as error:

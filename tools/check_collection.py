@@ -1,6 +1,7 @@
 """Checks that pytest collects the same tests on every machine and in every process.
 
     python tools/check_collection.py    # exit code 1 and the first differences if they differ
+    python tools/check_collection.py tests/algo    # only the tests below some paths
 
 The tests are collected twice at the same time, under conditions that differ between machines and
 workers of pytest-xdist: time of day, hash seed, locale, working directory, and the folder of the
@@ -11,12 +12,14 @@ the order of a set.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,12 +56,19 @@ def copy_checkout(source: Path, target: Path) -> None:
 
 
 def start_collection(
-    root: Path, working_directory: Path, *, offset_s: float, hash_seed: int, locale: str
+    root: Path,
+    working_directory: Path,
+    paths: Sequence[str],
+    *,
+    offset_s: float,
+    hash_seed: int,
+    locale: str,
 ) -> subprocess.Popen[str]:
-    """Start collecting the tests of the checkout at `root`."""
+    """Start collecting the tests at some paths of the checkout at `root`."""
     arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     arguments += ["--strict-markers", "--import-mode=importlib", "-W", "ignore"]
-    arguments += [f"--rootdir={root}", "-c", str(root / "pyproject.toml"), str(root / "tests")]
+    arguments += [f"--rootdir={root}", "-c", str(root / "pyproject.toml")]
+    arguments += [str(root / path) for path in paths]
     environment = {
         **os.environ,
         "PYTHONHASHSEED": str(hash_seed),
@@ -93,14 +103,17 @@ def collected_ids(child: subprocess.Popen[str]) -> list[str]:
     return [line for line in output.splitlines() if "::" in line]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Collect twice and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("paths", nargs="*", default=["tests"], help="below the checkout")
+    paths = parser.parse_args(arguments).paths
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "elsewhere"
         copy_checkout(ROOT, copy)
-        original = start_collection(ROOT, ROOT, offset_s=0.0, hash_seed=1, locale="C")
+        original = start_collection(ROOT, ROOT, paths, offset_s=0.0, hash_seed=1, locale="C")
         copied = start_collection(
-            copy, Path(folder), offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8"
+            copy, Path(folder), paths, offset_s=OFFSET_S, hash_seed=2, locale="C.UTF-8"
         )
         try:
             first, second = collected_ids(original), collected_ids(copied)

@@ -3,7 +3,7 @@
     python tools/compare_algos.py [--tasks NAME,...] [--algos NAME,...] [--seeds K,...]
                                   [--rates LR,...] [--tuning-seed K] [--tokens N | --steps N]
                                   [--marks N] [--save-every N] [--out FOLDER] [--page FILE]
-                                  [--results FILE] [--list] [key=value ...]
+                                  [--results FILE] [--list] [--quick] [key=value ...]
 
 All runs of a task start from the same warm-started checkpoint. Each algorithm first gets one run
 for each learning rate, with a seed that is not scored, and then runs all seeds with the rate that
@@ -11,7 +11,8 @@ was best on the development questions; `--rates 2e-4` skips that. Each run train
 generated `--tokens` tokens; the shared prefix of forks counts once, since it is generated once. The
 held-out reward is evaluated at `--marks` equal fractions of the budget, on the same questions with
 the same seeds. An algorithm is a preset of `algo=`, to which `+` adds overrides:
-`arpo+algo.egpo.lam=0.4`. `--list` says what would run, and what is skipped and why.
+`arpo+algo.egpo.lam=0.4`. `--list` says what would run, and what is skipped and why; `--quick` runs
+two algorithms on one task for a minute, which shows only that everything works.
 
 After each scored run it writes `scoreboard.md`, `scoreboard.svg` and `scoreboard.json`, and for
 each task `comparison.md` and `comparison.png`, to the folder; page and figure also to `--page`. It
@@ -64,10 +65,26 @@ from tools.compare.plan import (  # noqa: E402
     list_presets,
 )
 from tools.compare.task_runner import TaskRunner  # noqa: E402
+from tools.measurement import add_quick_option  # noqa: E402
 
 BUDGET_TOKENS = 100_000
 NUM_EVALUATIONS = 2
 SEEDS, TUNING_SEED, LEARNING_RATES = "1,2,3,4,5", 101, "1e-4,3e-4"
+QUICK_OPTIONS = {
+    "tasks": "toolqa",
+    "algos": "grpo,arpo",
+    "seeds": "1",
+    "rates": "2e-4",
+    "tokens": 100,
+    "marks": 1,
+    "out": Path("runs/compare_quick"),
+}
+QUICK_OVERRIDES = (
+    "sft.max_steps=2",
+    "data.prompts_per_step=2",
+    "evaluate.num_questions=4",
+    "evaluate.num_samples=1",
+)
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 ItemT = TypeVar("ItemT")
 
@@ -260,7 +277,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="say what would run, and end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of all runs")
+    add_quick_option(parser, arguments, **QUICK_OPTIONS)
     args = parser.parse_intermixed_args(arguments)
+    if args.quick:
+        args.overrides = [*QUICK_OVERRIDES, *args.overrides]
     if args.tuning_seed in args.seeds:
         parser.error(f"--tuning-seed {args.tuning_seed}: expected a seed that is not in --seeds")
     return args

@@ -13,13 +13,13 @@ from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import ResidentMemory
 
 
-def parse_options(
+def add_quick_option(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **quick: object
-) -> argparse.Namespace:
-    """Parse the options of a benchmark, to which `--quick` is added.
+) -> None:
+    """Add `--quick` to a parser that has all other options.
 
     Args:
-        parser: Parser with all other options.
+        parser: The parser.
         arguments: Words of the command line; None for those of this process.
         quick: Values that options have with `--quick` unless they are given.
     """
@@ -30,6 +30,13 @@ def parse_options(
     )
     if parser.parse_known_args(arguments)[0].quick:
         parser.set_defaults(**quick)
+
+
+def parse_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None, **quick: object
+) -> argparse.Namespace:
+    """Return the options of a command line, with `--quick` as in `add_quick_option`."""
+    add_quick_option(parser, arguments, **quick)
     return parser.parse_args(arguments)
 
 

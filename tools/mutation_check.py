@@ -1,17 +1,21 @@
-"""Measures which fraction of injected faults the quick tests find.
+"""Measures which fraction of injected faults `make test` and `make test-all` find.
 
     python tools/mutation_check.py --out build/mutation.jsonl                  # 160 mutations
     python tools/mutation_check.py --out build/after.jsonl --again build/before.jsonl
+    python tools/mutation_check.py --out build/drawn.jsonl --draw-only         # for a later --again
 
 The product code is changed in one random place at a time: a condition is negated, a comparison or
 an arithmetic operator is replaced, a number is changed, a statement is dropped. For each change the
-quick tests that import the changed module run, nearest in the import graph first, until one fails
-or `--budget-s` is used up. A fault that no test finds within the budget counts as not found, so the
-printed fraction is a lower bound.
+tests that import the changed module run, nearest in the import graph first, until one fails: first
+those of `make test`, for at most `--budget-s`, then those that only `make test-all` has, for at
+most `--extended-budget-s`. A row of the result says in which circle of tests the fault was found.
+A fault that no test finds within the budgets counts as not found, so both printed counts are lower
+bounds.
 
 `--again` repeats the mutations of an earlier result, so that two versions of the tests can be
-compared on the same faults. A mutation whose function has since been changed is skipped and
-counted. The mutations are made in a copy of the checkout.
+compared on the same faults; `--draw-only` writes the mutations without running any test. A mutation
+whose definition has since been changed is skipped and counted. The mutations are made in a copy of
+the checkout.
 """
 
 from __future__ import annotations
@@ -30,15 +34,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 PACKAGE = "mega_agentrl"
-QUICK = "not gpu and not slurm and not slow"
+CIRCLES = {
+    "test": "not gpu and not slurm and not slow and not tools and not extended",
+    "test-all": "not gpu and not slurm and not slow and not tools and extended",
+}
+"""Markers of the tests of `make test`, and of those that `make test-all` has beyond them."""
 LIBRARIES = ("torch", "transformers", "pandas", "hypothesis", "hydra", "numba", "sympy", "httpx")
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -255,7 +263,7 @@ def tests_of(module: str, importers: dict[str, set[str]]) -> list[str]:
     return [name.replace(".", "/") + ".py" for name in sorted(reached, key=rank)]
 
 
-def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]:
+def _run_tests(root: Path, files: list[str], markers: str, budget_s: float) -> tuple[str, str]:
     """Run the tests in a fork of this process, which has imported the slow libraries.
 
     Returns:
@@ -264,7 +272,7 @@ def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "output"
         child = multiprocessing.get_context("fork").Process(
-            target=_pytest, args=(root, files, output)
+            target=_pytest, args=(root, files, markers, output)
         )
         child.start()
         child.join(budget_s)
@@ -283,7 +291,7 @@ def _run_tests(root: Path, files: list[str], budget_s: float) -> tuple[str, str]
     return "found", failed[0][:300] if failed else text[-300:]
 
 
-def _pytest(root: Path, files: list[str], output: Path) -> None:
+def _pytest(root: Path, files: list[str], markers: str, output: Path) -> None:
     """Run the files in this process until the first failure, and exit with pytest's code."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT)
@@ -293,8 +301,8 @@ def _pytest(root: Path, files: list[str], output: Path) -> None:
     # The tree under test comes before an editable install of another checkout.
     os.environ["PYTHONPATH"] = str(root)
     sys.path.insert(0, str(root))
-    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--tb=no"]
-    code = pytest.main([*options, "-rfE", "-m", QUICK, *files])
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-n0", "--no-header", "--tb=no"]
+    code = pytest.main([*options, "-rfE", "-m", markers, *files])
     sys.stdout.flush()
     os._exit(int(code))
 
@@ -322,21 +330,32 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def _measure(
-    mutation: Mutation, root: Path, importers: dict[str, set[str]], budget_s: float
+    mutation: Mutation,
+    root: Path,
+    importers: dict[str, set[str]],
+    budgets_s: Mapping[str, float],
 ) -> dict[str, object]:
+    """Return the row of a mutation: outcome, circle of the test that found it, test, seconds."""
     path = root / mutation.path
-    source = path.read_text()
+    source = path.read_text() if path.is_file() else ""
     changed = apply(mutation, source)
     if changed is None:
-        return {"outcome": "changed", "by": "", "seconds": 0.0}
+        return {"outcome": "changed", "circle": "", "by": "", "seconds": 0.0}
     files = tests_of(_module_of(Path(mutation.path)), importers)
     start_s = time.monotonic()
+    row: dict[str, object] = {"outcome": "missed", "circle": "", "by": ""}
     path.write_text(changed)
     try:
-        outcome, by = _run_tests(root, files, budget_s) if files else ("missed", "")
+        for circle, markers in CIRCLES.items() if files else ():
+            outcome, by = _run_tests(root, files, markers, budgets_s[circle])
+            if outcome == "found":
+                row = {"outcome": outcome, "circle": circle, "by": by}
+                break
+            if outcome == "budget":
+                row["outcome"] = outcome
     finally:
         path.write_text(source)
-    return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - start_s, 1)}
+    return {**row, "seconds": round(time.monotonic() - start_s, 1)}
 
 
 def main() -> None:
@@ -345,8 +364,12 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--count", type=int, default=160)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--budget-s", type=float, default=150.0)
+    parser.add_argument("--budget-s", type=float, default=150.0, help="of `make test`'s tests")
+    parser.add_argument(
+        "--extended-budget-s", type=float, default=150.0, help="of those only `make test-all` has"
+    )
     parser.add_argument("--again", type=Path, help="result whose mutations are repeated")
+    parser.add_argument("--draw-only", action="store_true", help="write the mutations, run nothing")
     parser.add_argument("--part", default="0/1", help="I/N: only mutations I, I+N, I+2N, ...")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -357,23 +380,35 @@ def main() -> None:
         rows = map(json.loads, args.again.read_text().splitlines())
         mutations = [Mutation(**row["mutation"]) for row in rows]
     first, step = map(int, args.part.split("/"))
-    outcomes: dict[str, int] = {}
+    mutations = mutations[first::step]
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.draw_only:
+        rows_out = [json.dumps({"mutation": asdict(mutation)}) + "\n" for mutation in mutations]
+        args.out.write_text("".join(rows_out))
+        print(f"{len(mutations)} mutations drawn")
+        return
+    budgets_s = dict(zip(CIRCLES, (args.budget_s, args.extended_budget_s), strict=True))
+    outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, args.out.open("w") as out:
         root = Path(folder)
         _copy_tree(args.root, root)
         importers = import_graph(root)
         _import_libraries()
-        for mutation in mutations[first::step]:
-            result = _measure(mutation, root, importers, args.budget_s)
-            outcome = str(result["outcome"])
-            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+        for mutation in mutations:
+            result = _measure(mutation, root, importers, budgets_s)
+            outcome = " by ".join(filter(None, (str(result["outcome"]), str(result["circle"]))))
+            outcomes[outcome] += 1
             print(json.dumps({"mutation": asdict(mutation), **result}), file=out, flush=True)
             print(
-                f"{outcome:8} {result['seconds']:6} s  {mutation.path}: {mutation.kind}", flush=True
+                f"{outcome:17} {result['seconds']:6} s  {mutation.path}: {mutation.kind}",
+                flush=True,
             )
-    counted = sum(outcomes.values()) - outcomes.get("changed", 0)
-    print(f"found {outcomes.get('found', 0)} of {counted}: {outcomes}")
+    counted = outcomes.total() - outcomes["changed"]
+    num_found = {circle: outcomes[f"found by {circle}"] for circle in CIRCLES}
+    print(
+        f"make test found {num_found['test']} of {counted}, make test-all "
+        f"{sum(num_found.values())}: {dict(outcomes)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 r"""Plans a weight update for a real model on many ranks, from its config alone.
 
     python tools/simulate_reshard.py                    all cases below and all recipes
+    python tools/simulate_reshard.py --quick            the two smallest of them, in seconds
     python tools/simulate_reshard.py --case qwen3_32b_64gpu
     python tools/simulate_reshard.py --model qwen3-30b-a3b --trainer tensor=8,expert=8 \
         --rollout tensor=4,engines=2 --per-node 8 --network-gbs 25
@@ -139,6 +140,7 @@ RECIPES = {
     "qwen3_235b_a22b_512gpu": "qwen3-235b-a22b",
 }
 """Experiments in configs/ that train a released model, with the config of that model."""
+QUICK_CASES = ("4b", "egpo_qwen3_4b")
 
 
 class Sides(NamedTuple):
@@ -426,7 +428,8 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
             bucket_mib=args.bucket_mib, colocated=args.colocated,
         )  # fmt: skip
         return
-    for name in args.case or [*built_in, *RECIPES]:
+    chosen = args.case or (QUICK_CASES if args.quick else [*built_in, *RECIPES])
+    for name in chosen:
         if name not in built_in and name not in RECIPES:
             raise ValueError(f"--case {name}: expected one of {', '.join([*built_in, *RECIPES])}")
         yield built_in[name] if name in built_in else recipe_case(name)
@@ -435,6 +438,7 @@ def _cases(args: argparse.Namespace) -> Iterator[Case]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--case", action="append", help="only this case or recipe; repeatable")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK_CASES)}")
     parser.add_argument("--model", help="name in tools/model_configs, or a config.json")
     parser.add_argument(
         "--trainer", type=_parse_sizes, default={}, help="tensor=,pipeline=,data=,expert="
