@@ -37,11 +37,15 @@ if TYPE_CHECKING:
 MAX_OUTPUT_CHARS = 4000
 """Longer output is cut with a note: about 1,000 tokens, more than a policy reads."""
 
-_REPLY_GRACE_S = 5.0
-"""Time on top of a call's own timeout, for killing and the reply."""
+_REPLY_GRACE_S = 60.0
+"""Time on top of a call's own timeout, for killing and the reply.
 
-_FORK_TIMEOUT_S = 20.0
-"""Time for a fork; longer than all deadlines of `guest.interpreter_manager` together."""
+Longer than the deadlines of the guest for that (`guest.processes.STOP_TIMEOUT_S` and those of
+`guest.workspace.manager`): the guest ends an interpreter that cannot be stopped, and says so.
+"""
+
+_FORK_TIMEOUT_S = 120.0
+"""Time for a fork; longer than the deadlines of `guest.interpreter_manager` for its steps."""
 
 _NUM_GUEST_PROCESSES = 32
 """Processes of a cgroup beside those that one interpreter may start: supervisor, helpers, forks."""

@@ -32,7 +32,7 @@ _BIRTH_OPTIONS = 0x2 | 0x4 | 0x8  # stop at a fork, vfork or clone, and trace th
 _BIRTH_EVENTS = (1, 2, 3)
 _EVENT_SHIFT = 8
 _WAIT_ALL = 0x40000000  # __WALL: threads too
-_RELEASE_TIMEOUT_S = 2.0
+_RELEASE_TIMEOUT_S = 10.0  # a thread stops as soon as it is given a CPU
 _POLL_INTERVAL_S = 0.0001
 
 

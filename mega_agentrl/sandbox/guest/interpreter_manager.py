@@ -29,7 +29,7 @@ therefore needs a creator whose limit is higher at the clone. No code of the pol
 higher limit: it is set while the main thread hangs in the clone and the other threads are stopped,
 the kernel stops the child before its first instruction, and both limits are back, and read back,
 before either continues. If the clone fails, the main thread alone may run until it is stopped, at
-most 2 s later; the first process that it creates is stopped at birth like the fork.
+most 10 s later; the first process that it creates is stopped at birth like the fork.
 
 A session and its forks together are bounded by `pids.max` of their control group, where there is
 one: one interpreter's number and 32 more (`client`), never lifted. Without control groups they are
@@ -68,10 +68,11 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.messages import MessageTable
     from mega_agentrl.sandbox.guest.settings import GuestSettings
 
-_SETUP_TIMEOUT_S = 5.0
-_FORK_TIMEOUT_S = 8.0
+# Each is many times what an idle machine takes. On a busy one every step waits for a CPU.
+_SETUP_TIMEOUT_S = 20.0
+_FORK_TIMEOUT_S = 30.0
 """Time for a fork without the stopping of processes; the host waits longer than for both."""
-_CLONE_TIMEOUT_S = 2.0
+_CLONE_TIMEOUT_S = 10.0
 """Time for the ordered clone itself."""
 _MAX_EVENT_BYTES = 256
 _NUM_FULL_FORKS = 16
@@ -280,9 +281,7 @@ class InterpreterManager:
         Raises:
             OSError: A process cannot be stopped or killed; `TimeoutError` if that takes too long.
         """
-        interpreter.send_signal(signal.SIGSTOP)
-        processes.wait_until_stopped(interpreter.pid)
-        processes.kill_descendants(interpreter.pid, spare=interpreter.fork_pids)
+        self._stop(interpreter, spare=interpreter.fork_pids)
 
     def end_call(self, interpreter: InterpreterProcess, *, is_done: bool) -> bool:
         """End what a call has left running; return whether the interpreter keeps its state.
@@ -361,12 +360,18 @@ class InterpreterManager:
         if not 0 <= soft <= self._settings.num_processes:
             raise ValueError(f"{_INTERFERENCE}: its limit of processes is {soft}")
 
+    def _stop(self, interpreter: InterpreterProcess, spare: set[int]) -> None:
+        """Stop an interpreter and kill its other processes; raises `OSError`."""
+        deadline = time.monotonic() + processes.STOP_TIMEOUT_S
+        interpreter.send_signal(signal.SIGSTOP)
+        processes.wait_until_stopped(interpreter.pid, deadline - time.monotonic())
+        left_s = deadline - time.monotonic()
+        processes.kill_descendants(interpreter.pid, spare=spare, timeout_s=left_s)
+
     def _stop_parent(self, parent: InterpreterProcess, spare: set[int]) -> None:
         """Stop an interpreter after a fork and kill its other processes; kill it if that fails."""
         try:
-            parent.send_signal(signal.SIGSTOP)
-            processes.wait_until_stopped(parent.pid)
-            processes.kill_descendants(parent.pid, spare=spare)
+            self._stop(parent, spare=spare)
             if parent.listener is not None and not parent.has_exited():
                 self._check_process_limit(parent.pid)
         except (OSError, ValueError):

@@ -44,7 +44,7 @@ def tree():
     for top in started:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(top.pid, signal.SIGKILL)
-        top.wait(10)
+        top.wait(60)
         top.stdout.close()
 
 
@@ -53,7 +53,7 @@ def stop(pid):
     processes.wait_until_stopped(pid)
 
 
-def test_children_of_every_thread_zombies_too(tree):
+def test_child_pids_are_of_every_thread_and_zombies_too(tree):
     code = (
         "found = [child(rest)]\n"
         "def other(): found.append(child(rest)); ready.set(); time.sleep(60)\n"
@@ -69,7 +69,7 @@ def test_children_of_every_thread_zombies_too(tree):
     assert top in processes.child_pids(os.getpid())
 
 
-def test_state_whatever_the_name(tree):
+def test_process_state_is_read_whatever_the_name(tree):
     top, _ = tree("open('/proc/self/comm', 'w').write('a) R 9 (b'); say()")
     wait_for(lambda: processes.process_state(top) == "S")
     stop(top)
@@ -79,7 +79,7 @@ def test_state_whatever_the_name(tree):
     wait_for(lambda: processes.process_state(top) == "S")
 
 
-def test_cpu_time_of_all_threads(tree):
+def test_cpu_time_is_of_all_threads(tree):
     code = (
         "def burn():\n"
         "    end = time.thread_time() + 0.1\n"
@@ -93,9 +93,9 @@ def test_cpu_time_of_all_threads(tree):
     assert processes.cpu_time_s(top) == pytest.approx(facts["cpu_s"], abs=0.05)
 
 
-def test_what_is_gone():
+def test_a_process_that_is_gone_has_no_state_time_or_children():
     child = subprocess.Popen(["/bin/true"])
-    child.wait(10)
+    child.wait(60)
     assert processes.process_state(child.pid) == "X"
     assert processes.cpu_time_s(child.pid) == 0.0
     assert processes.child_pids(child.pid) == []
@@ -103,7 +103,7 @@ def test_what_is_gone():
     processes.kill_descendants(child.pid, spare=set())
 
 
-def test_still_means_every_thread(tree):
+def test_a_stopped_process_has_every_thread_stopped(tree):
     code = (
         "def spin():\n    while True: pass\n"
         "for _ in range(3): threading.Thread(target=spin, daemon=True).start()\n"
@@ -116,14 +116,21 @@ def test_still_means_every_thread(tree):
     assert {processes.process_state(top, thread) for thread in threads} == {"T"}
 
 
-def test_one_that_is_not_stopped_is_told(tree, monkeypatch):
-    monkeypatch.setattr(processes, "_STOP_TIMEOUT_S", 0.1)
+def test_waiting_for_a_process_that_runs_on_times_out(tree):
     top, _ = tree("say()")
-    with pytest.raises(TimeoutError, match=f"process {top} did not stop"):
-        processes.wait_until_stopped(top)
+    with pytest.raises(TimeoutError):
+        processes.wait_until_stopped(top, 0.1)
 
 
-def test_leftovers_end_and_the_spared_live_on(tree):
+def test_processes_that_never_stop_time_out(tree, monkeypatch):
+    top, _ = tree("say(son=child(rest))")
+    stop(top)
+    monkeypatch.setattr(processes, "_is_stopped", lambda pid: False)
+    with pytest.raises(TimeoutError):
+        processes.kill_descendants(top, spare=set(), timeout_s=0.1)
+
+
+def test_leftovers_end_and_spared_processes_live_on(tree):
     code = (
         "reading, writing = os.pipe()\n"
         "def nest(): os.write(writing, b'%d ' % child(rest))\n"
@@ -146,6 +153,20 @@ def test_leftovers_end_and_the_spared_live_on(tree):
     assert processes.process_state(top) == "T"
     processes.kill_descendants(top, spare=set())
     assert all(processes.process_state(one) in "ZX" for one in (first, second, *inner))
+
+
+def test_a_leftover_that_another_one_continues_ends(tree):
+    """A SIGCONT takes back a SIGSTOP that its process has not seen yet."""
+    code = (
+        "sleeper = child(rest)\n"
+        "def wake():\n"
+        "    while True: os.kill(sleeper, signal.SIGCONT)\n"
+        "say(sleeper=sleeper, waker=child(wake))"
+    )
+    top, facts = tree(code)
+    stop(top)
+    processes.kill_descendants(top, spare=set())
+    assert {processes.process_state(facts[name]) for name in ("sleeper", "waker")} <= set("ZX")
 
 
 def test_leftovers_that_go_on_forking_end(tree):

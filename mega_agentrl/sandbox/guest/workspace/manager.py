@@ -28,9 +28,10 @@ from mega_agentrl.sandbox.guest.workspace.process import ForkSource, run_workspa
 if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings, WorkspaceSettings
 
-_SETUP_TIMEOUT_S = 8.0
+_SETUP_TIMEOUT_S = 30.0
 """Time to mount the layers and to copy those of a fork."""
-_REPLY_TIMEOUT_S = 5.0
+_REPLY_TIMEOUT_S = 15.0
+"""Time for the answer to an order, which may be to end all processes, on a busy machine."""
 _MAX_EVENT_BYTES = 1 << 24
 
 
