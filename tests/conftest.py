@@ -1,6 +1,7 @@
 """The smoke run's input in small, shared by all tests that need a model and data."""
 
 import dataclasses
+import gc
 import logging
 import re
 import signal
@@ -22,6 +23,9 @@ from tests import cpu_time
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("thorough", deadline=None, max_examples=1000)
 settings.load_profile("quick")
+
+# Collecting makes millions of objects that live as long as the process: no use looking for garbage.
+gc.disable()
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TESTS_TOGETHER = 50
@@ -99,6 +103,12 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     return result
+
+
+def pytest_collection_finish():
+    """Look for garbage again, but not among what collecting has left."""
+    gc.freeze()
+    gc.enable()
 
 
 def group_of(item):
