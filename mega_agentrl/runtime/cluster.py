@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
-    from typing import Self
+    from typing import Any, Self
 
     from mega_agentrl.config.schema import TrainConfig
 
@@ -33,6 +34,9 @@ NVIDIA_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
 """Maximum time in seconds that the end of a run waits for its own cluster, which may still be
 starting, or for a joined cluster, whose head may not answer."""
+
+_START_S = 240.0
+"""Maximum time in seconds that Ray's servers on this machine may take to come up."""
 
 _CPU_STORE_BYTES = 512 * 1024**2
 """Size of Ray's object store on a machine without GPUs, whose batches are small."""
@@ -140,7 +144,37 @@ def set_ray_environment() -> None:
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ray's own limits of 30 and 60 s are too short where other programs use all cores.
+    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * _START_S:.0f}")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", f"{_START_S:.0f}")
     os.environ["RAY_DEDUP_LOGS"] = "0"
+
+
+@contextmanager
+def patient_ray_start() -> Iterator[None]:
+    """Let `ray.init` wait `_START_S` for the servers that it starts, instead of 30 s.
+
+    Ray's limit is a constant in the function that calls `services.get_node` until it succeeds.
+    """
+    from ray._private import services  # private; checked with Ray 2.60
+
+    get_node = services.get_node
+
+    def get_node_once_it_is_up(*args: Any, **settings: Any) -> Any:
+        ends_at = time.monotonic() + _START_S
+        while True:
+            try:
+                return get_node(*args, **settings)
+            except RuntimeError:
+                if time.monotonic() > ends_at:
+                    raise
+            time.sleep(0.1)
+
+    services.get_node = get_node_once_it_is_up
+    try:
+        yield
+    finally:
+        services.get_node = get_node
 
 
 class ClusterConnection:
@@ -233,7 +267,7 @@ def _connect(config: TrainConfig) -> bool:
 
     set_ray_environment()
     num_cores = os.cpu_count() or 1
-    with _keep_sigterm_handler():
+    with _keep_sigterm_handler(), patient_ray_start():
         if config.cluster.ray_address:
             ray.init(
                 address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR

@@ -29,7 +29,7 @@ from mega_agentrl.types.activity import current_activities
 from mega_agentrl.types.liveness import LivenessTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
 HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 15.0
@@ -141,11 +141,12 @@ class HeartbeatMonitor:
     The ranks are starting until `end_startup` is called.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
         """Open the socket and start the listener thread.
 
         Args:
             host: The driver's IP address as seen from other nodes.
+            clock: Returns the time in seconds.
         """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind(("", 0))
@@ -153,7 +154,7 @@ class HeartbeatMonitor:
         self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()
         self._is_starting = True
-        self._liveness = LivenessTracker[str]()
+        self._liveness = LivenessTracker[str](clock=clock)
         self._activities: dict[str, list[ActivityReport]] = {}
         self._overdue_tracker = OverdueTracker()
         self._stop_event = threading.Event()

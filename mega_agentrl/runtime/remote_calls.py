@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,19 @@ POLL_INTERVAL_S = 1.0
 class RemoteCallError(RuntimeError):
     """A remote call failed, its process died or it timed out."""
 
+    def __init__(self, message: str, operation: str = "", processes: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.operation = operation
+        """Name of the operation; empty if it has none."""
+        self.processes = tuple(processes)
+        """Names of the processes that failed or are silent."""
+
 
 class ProcessDiedError(RemoteCallError):
     """The process that should run a call is dead or hangs for good."""
 
-    def __init__(self, message: str, name: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, name: str, operation: str = "") -> None:
+        super().__init__(message, operation, (name,))
         self.process_name = name
 
 
@@ -73,8 +80,12 @@ def gather(
                 watch()
             continue
         if not ready:
-            silent = ", ".join(sorted(names[ref] for ref in pending))
-            raise RemoteCallError(f"{operation}: no answer within {timeout_s:g} s from {silent}")
+            silent = sorted(names[ref] for ref in pending)
+            raise RemoteCallError(
+                f"{operation}: no answer within {timeout_s:g} s from {', '.join(silent)}",
+                operation,
+                silent,
+            )
         for ref in ready:
             results[names[ref]] = _get_result(ref, operation, names[ref])
     return {name: results[name] for name in calls}
@@ -97,13 +108,16 @@ def gather_with_causes(
     except RemoteCallError as first:
         names = {ref: name for name, ref in calls.items()}
         ready, _ = ray.wait(list(names), num_returns=len(names), timeout=grace_s)
-        reasons = []
+        errors = []
         for ref in sorted(ready, key=list(names).index):
             try:
                 _get_result(ref, operation, names[ref])
             except RemoteCallError as error:
-                reasons.append(str(error))
-        raise RemoteCallError("\n".join(dict.fromkeys([*reasons, str(first)]))) from first
+                errors.append(error)
+        errors.append(first)
+        failed = dict.fromkeys(name for error in errors for name in error.processes)
+        message = "\n".join(dict.fromkeys(map(str, errors)))
+        raise RemoteCallError(message, operation, list(failed)) from first
 
 
 def _get_result(ref: Any, operation: str, name: str) -> Any:
@@ -118,12 +132,13 @@ def translate_call_errors(operation: str, name: str) -> Iterator[None]:
         yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, EngineLostError):
-            raise ProcessDiedError(f"{operation}: {name}: {error.cause}", name) from error
-        raise RemoteCallError(f"{operation} failed on {name}: {error.cause!r}") from error
+            message = f"{operation}: {name}: {error.cause}"
+            raise ProcessDiedError(message, name, operation) from error
+        message = f"{operation} failed on {name}: {error.cause!r}"
+        raise RemoteCallError(message, operation, (name,)) from error
     except ray.exceptions.RayActorError as error:
-        raise ProcessDiedError(
-            f"{operation}: {name} died; its log file under logs/ in the run folder says why", name
-        ) from error
+        message = f"{operation}: {name} died; its log file under logs/ in the run folder says why"
+        raise ProcessDiedError(message, name, operation) from error
 
 
 def redirect_output(log_file: Path) -> None:

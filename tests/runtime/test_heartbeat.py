@@ -1,79 +1,95 @@
 """Silent processes are named with everyone's activities; busy ones are not."""
 
-import logging
-import os
-import signal
-import subprocess
-import sys
+import json
+import socket
 import time
 
 import pytest
 
 from mega_agentrl.runtime import heartbeat
-from mega_agentrl.runtime.heartbeat import ActivityReport, HeartbeatMonitor, OverdueTracker
+from mega_agentrl.runtime.heartbeat import (
+    HEARTBEAT_TIMEOUT_S,
+    STARTUP_HEARTBEAT_TIMEOUT_S,
+    ActivityReport,
+    HeartbeatMonitor,
+    OverdueTracker,
+)
 from mega_agentrl.runtime.remote_calls import ProcessDiedError
 
-RANK = """
-import sys, time
-from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint, HeartbeatSender
-from mega_agentrl.types.activity import track_activity
-sender = HeartbeatSender(HeartbeatEndpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2]), sys.argv[3])
-with track_activity("update"), track_activity("receive", "rank 7", overdue_after_s=1.0):
-    time.sleep(60)
-"""
+
+class Ranks:
+    """Heartbeats of several ranks, sent by the test, and the clock of their monitor."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.monitor = HeartbeatMonitor("127.0.0.1", clock=lambda: self.now_s)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+    def send(self, name, *activities):
+        """Send the heartbeat of a rank, and wait until the monitor has recorded it."""
+        endpoint = self.monitor.endpoint
+        message = {"token": endpoint.token, "name": name, "activities": activities}
+        self._socket.sendto(json.dumps(message).encode(), (endpoint.host, endpoint.port))
+        expected, ends_at = [ActivityReport(*one) for one in activities], time.monotonic() + 300
+        while self.monitor._activities.get(name) != expected:
+            assert time.monotonic() < ends_at, self.monitor.describe()
+            time.sleep(0.001)
+
+    def close(self):
+        self.monitor.close()
+        self.monitor.close()
+        self._socket.close()
 
 
 @pytest.fixture
-def monitor():
-    monitor = HeartbeatMonitor("127.0.0.1")
-    yield monitor
-    monitor.close()
-    monitor.close()
+def ranks():
+    made = Ranks()
+    yield made
+    made.close()
 
 
-def silence_s(monitor, name):
-    with monitor._lock:
-        return monitor._liveness.seconds_since_heartbeat(name)
+def test_silent_rank_is_named_with_its_operation_and_peer(ranks):
+    """`workers/test_rank_group.py` stops a real rank."""
+    names = ["rank 0", "rank 1", "rank without a heartbeat so far"]
+    ranks.send("rank 0")
+    ranks.send("rank 1", ("update", "", 2.0, 300.0), ("receive", "rank 7", 1.0, 300.0))
+
+    def pass_time(seconds):
+        end_s = ranks.now_s + seconds
+        while ranks.now_s < end_s:
+            ranks.now_s += 4.0  # a longer round would count as a pause of the driver
+            ranks.send("rank 0", ("update", "", ranks.now_s, 300.0))
+
+    pass_time(HEARTBEAT_TIMEOUT_S + 4)
+    ranks.monitor.check(names)  # rank 1 may be loading libraries
+    ranks.monitor.end_startup()
+    with pytest.raises(ProcessDiedError) as caught:
+        ranks.monitor.check(names)
+    assert caught.value.process_name == "rank 1"
+    assert "receive with rank 7 for 1 s" in str(caught.value)
+    ranks.monitor.check(["rank 0"])
 
 
-def test_process_that_stops_after_the_startup_is_named_with_its_operation_and_peer(
-    monkeypatch, monitor, caplog
-):
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 3.0)
-    endpoint = monitor.endpoint
-    arguments = [str(endpoint.port), endpoint.token]
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, *arguments, name])
-        for name in ("rank 0", "rank 1")
-    ]
-    try:
-        ends_at = time.monotonic() + 30
-        while monitor.describe().count("rank 7") < 2:
-            assert time.monotonic() < ends_at, monitor.describe()
-            time.sleep(0.1)
-        monitor.check(["rank 0", "rank 1", "rank that has not begun"])
-        with caplog.at_level(logging.WARNING):
-            os.kill(ranks[1].pid, signal.SIGSTOP)
-            ends_at = time.monotonic() + 120
-            while silence_s(monitor, "rank 1") <= 4:
-                assert time.monotonic() < ends_at
-                monitor.check(["rank 0", "rank 1"])  # it may be loading libraries
-                time.sleep(0.1)
-            monitor.end_startup()
-            with pytest.raises(ProcessDiedError, match="rank 1 has sent no heartbeat") as found:
-                while time.monotonic() < ends_at:
-                    monitor.check(["rank 0", "rank 1"])
-                    time.sleep(0.1)
-        assert found.value.process_name == "rank 1"
-        assert "receive with rank 7" in str(found.value)
-        monitor.check(["rank 0"])
-        overdue = [one.message for one in caplog.records if "overdue: rank 0" in one.message]
-        assert len(overdue) == 1, "each operation is reported once"
-        assert "receive with rank 7 for" in overdue[0] and "update for" in overdue[0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+def test_silent_rank_is_lost_during_the_startup_too(ranks):
+    ranks.send("rank 1")
+    for number in range(int(STARTUP_HEARTBEAT_TIMEOUT_S // 4) + 1):
+        ranks.monitor.check(["rank 1"])
+        ranks.now_s += 4.0
+        ranks.send("rank 0", ("update", "", float(number), 300.0))
+    with pytest.raises(ProcessDiedError):
+        ranks.monitor.check(["rank 1"])
+
+
+def test_overdue_activity_is_logged_once_while_it_lasts(ranks, caplog):
+    for age_s in (2.0, 3.0):
+        ranks.send("rank 0", ("update", "", age_s + 1, 300.0), ("receive", "rank 7", age_s, 1.0))
+    # The monitor logs after it has recorded the activities, and before the next heartbeat.
+    ranks.send("rank 0")
+    (message,) = [record.message for record in caplog.records]
+    assert message == (
+        "overdue: rank 0: receive with rank 7 for 2 s. "
+        "Its activities: update for 3 s, receive with rank 7 for 2 s"
+    )
 
 
 def reports(age_s, *, overdue_after_s=300.0, operation="passes", peer="tensor ranks 0, 1"):

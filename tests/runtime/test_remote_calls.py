@@ -1,25 +1,40 @@
 """Named remote calls: order, first failure, deadline, death; output redirection."""
 
 import os
-import sys
-import time
+import subprocess
+import threading
 
 import pytest
 import ray
 
 from mega_agentrl.runtime.remote_calls import (
+    ProcessDiedError,
     RemoteCallError,
     gather,
     gather_with_causes,
     redirect_output,
 )
 
+WAIT_S = 500.0
 
-@ray.remote(num_cpus=0)
+
+@ray.remote(num_cpus=0, max_concurrency=16)
 class Worker:
-    def value(self, value, delay_s=0.0):
-        time.sleep(delay_s)
+    def __init__(self):
+        self.released = threading.Event()
+
+    def value(self, value):
         return value
+
+    def release(self):
+        self.released.set()
+
+    def value_once_released(self, value):
+        assert self.released.wait(WAIT_S)
+        return value
+
+    def hang(self):
+        threading.Event().wait(WAIT_S)
 
     def fail(self):
         raise ValueError("bad shard")
@@ -27,51 +42,65 @@ class Worker:
     def die(self):
         os._exit(1)
 
-    def write(self, path):
-        redirect_output(path)
-        print("to the file", flush=True)
-        print("errors too", file=sys.stderr, flush=True)
+
+@pytest.fixture(scope="module")
+def worker(ray_local):
+    """One process for all tests that leave it alive; calls that hang do not block it."""
+    return Worker.remote()
 
 
-def test_results_keep_the_given_order(ray_local):
-    worker, other = Worker.remote(), Worker.remote()
-    calls = {"slow": worker.value.remote(1, 0.3), "fast": other.value.remote(2)}
-    assert list(gather(calls, "read", 300).items()) == [("slow", 1), ("fast", 2)]
+def test_results_keep_the_given_order(worker):
+    calls = {"slow": worker.value_once_released.remote(1), "fast": worker.value.remote(2)}
+    ray.get(calls["fast"], timeout=WAIT_S)
+    worker.release.remote()
+    assert list(gather(calls, "read", WAIT_S).items()) == [("slow", 1), ("fast", 2)]
 
 
-def test_first_failure_is_raised_while_a_peer_still_hangs(ray_local):
-    worker, other = Worker.remote(), Worker.remote()
-    calls = {"rank 0": other.value.remote(0, 600), "rank 1": worker.fail.remote()}
-    with pytest.raises(RemoteCallError, match=r"update .*rank 1.*bad shard"):
-        gather(calls, "update", 300)
+def test_first_failure_is_raised_while_a_peer_still_hangs(worker):
+    calls = {"rank 0": worker.hang.remote(), "rank 1": worker.fail.remote()}
+    with pytest.raises(RemoteCallError) as caught:
+        gather(calls, "update", WAIT_S)
+    assert (caught.value.operation, caught.value.processes) == ("update", ("rank 1",))
+    assert "bad shard" in str(caught.value), "the error of the process reaches the user"
+    with pytest.raises(RemoteCallError) as caught:
+        gather_with_causes(calls, "update", WAIT_S, grace_s=0.1)
+    assert caught.value.processes == ("rank 1",)
 
 
-def test_errors_of_all_failed_calls_are_collected(ray_local):
-    workers = [Worker.remote() for _ in range(4)]
+def test_errors_of_all_failed_calls_are_collected_and_a_dead_process_is_named(worker):
+    dying = Worker.remote()
     calls = {
-        "engine 0": workers[0].value.remote(0, 1.0),
-        "rank 0": workers[1].die.remote(),
-        "rank 1": workers[2].fail.remote(),
-        "rank 2": workers[3].value.remote(0, 600),
+        "engine 0": worker.value.remote(0),
+        "rank 0": dying.die.remote(),
+        "rank 1": worker.fail.remote(),
+        "rank 2": worker.value.remote(2),
     }
-    with pytest.raises(RemoteCallError, match=r"rank 0 died[^$]*failed on rank 1: .*bad shard"):
-        gather_with_causes(calls, "send", 300, 5.0)
-    assert gather_with_causes({"a": workers[0].value.remote(3)}, "read", 300, 1.0) == {"a": 3}
+    with pytest.raises(RemoteCallError) as caught:
+        gather_with_causes(calls, "send", WAIT_S, grace_s=WAIT_S)
+    assert (caught.value.operation, caught.value.processes) == ("send", ("rank 0", "rank 1"))
+    assert "bad shard" in str(caught.value)
+    with pytest.raises(ProcessDiedError) as caught:
+        gather({"rank 2": dying.value.remote(0)}, "load", WAIT_S)
+    assert (caught.value.operation, caught.value.process_name) == ("load", "rank 2")
+    assert gather_with_causes({"a": worker.value.remote(3)}, "read", WAIT_S, 1.0) == {"a": 3}
 
 
-def test_deadline_names_operation_and_silent_rank(ray_local):
-    worker = Worker.remote()
-    with pytest.raises(RemoteCallError, match=r"save: .* 0\.5 s from rank 3"):
-        gather({"rank 3": worker.value.remote(0, 600)}, "save", 0.5)
+def test_deadline_names_the_operation_and_all_silent_processes(worker):
+    calls = {"rank 3": worker.hang.remote(), "rank 1": worker.hang.remote()}
+    with pytest.raises(RemoteCallError) as caught:
+        gather(calls, "save", 0.1)
+    assert (caught.value.operation, caught.value.processes) == ("save", ("rank 1", "rank 3"))
 
 
-def test_dead_process_is_named(ray_local):
-    with pytest.raises(RemoteCallError, match="load: rank 2 died"):
-        gather({"rank 2": Worker.remote().die.remote()}, "load", 300)
-
-
-def test_redirect_output_captures_both_streams(ray_local, tmp_path):
-    path = tmp_path / "logs" / "worker.log"
-    ray.get(Worker.remote().write.remote(path), timeout=300)
-    text = path.read_text()
-    assert "to the file" in text and "errors too" in text
+def test_output_of_the_process_and_its_children_goes_to_the_file(tmp_path):
+    path, before = tmp_path / "logs" / "worker.log", [os.dup(number) for number in (1, 2)]
+    try:
+        redirect_output(path)
+        os.write(1, b"output\n")
+        os.write(2, b"error\n")
+        subprocess.run(["sh", "-c", "echo child"], check=True)
+    finally:
+        for number, descriptor in enumerate(before, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+    assert path.read_text() == "output\nerror\nchild\n"

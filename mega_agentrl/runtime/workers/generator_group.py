@@ -389,6 +389,5 @@ class GeneratorGroup:
             with translate_call_errors(method, name):
                 return await asyncio.wait_for(call, timeout_s)
         except TimeoutError as error:
-            raise RemoteCallError(
-                f"{method}: no answer within {timeout_s:g} s from {name}"
-            ) from error
+            message = f"{method}: no answer within {timeout_s:g} s from {name}"
+            raise RemoteCallError(message, method, (name,)) from error

@@ -222,12 +222,10 @@ class PolicyGroup(RankGroup):
 
     def diagnose(self, error: RemoteCallError) -> Exception:
         """Return a `PolicyRankDiedError` if a rank is dead or silent, else the error."""
-        diagnosis = super().diagnose(error)
-        return (
-            PolicyRankDiedError(str(diagnosis))
-            if isinstance(diagnosis, ModelRankDiedError)
-            else diagnosis
-        )
+        found = super().diagnose(error)
+        if not isinstance(found, ModelRankDiedError):
+            return found
+        return PolicyRankDiedError(str(found), found.operation, found.processes)
 
     def gpus_for_engine(self, engine: int) -> str:
         """Return the CUDA names of the GPUs that an engine shares with policy ranks."""

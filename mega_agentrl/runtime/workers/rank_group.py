@@ -24,7 +24,6 @@ from mega_agentrl.runtime.remote_calls import (
     gather,
     redirect_output,
 )
-from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.placement import Placement
 
 if TYPE_CHECKING:
@@ -125,6 +124,9 @@ class RankGroup:
     def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
         self._actors = list(actors)
         self._config = config
+        # Imports torch, which the processes of the ranks must not do before they set its variables.
+        from mega_agentrl.runtime.workers.batch_sender import BatchSender
+
         self._sender = BatchSender(config)
         self._placement: Placement | None = None
         self._owns_placement = False
@@ -235,14 +237,14 @@ class RankGroup:
     def diagnose(self, error: RemoteCallError) -> Exception:
         """Return a `ModelRankDiedError` if a rank is dead or silent, else the error."""
         if isinstance(error, ProcessDiedError) and error.process_name.startswith(self.model_name):
-            return ModelRankDiedError(str(error), error.process_name)
+            return ModelRankDiedError(str(error), error.process_name, error.operation)
         if dead := self._find_dead_ranks():
-            return ModelRankDiedError(f"{', '.join(dead)} died; {error}", dead[0])
+            message = f"{', '.join(dead)} died; {error}"
+            return ModelRankDiedError(message, dead[0], error.operation)
         if self._heartbeat_monitor is None or isinstance(error, ProcessDiedError):
             return error
-        return RemoteCallError(
-            f"{error}\nLast activities of the ranks: {self._heartbeat_monitor.describe()}"
-        )
+        message = f"{error}\nLast activities of the ranks: {self._heartbeat_monitor.describe()}"
+        return RemoteCallError(message, error.operation, error.processes)
 
     def _find_dead_ranks(self) -> list[str]:
         calls = {
