@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,9 +42,8 @@ def read_config(path: Path) -> dict[str, Any]:
         return {}
     loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     if not isinstance(loaded, dict) or not loaded:
-        raise ValueError(
-            f"{path}: got {type(loaded).__name__} without a key, expected a run's configuration"
-        )
+        got = f"{type(loaded).__name__} without a key"
+        raise InputError(str(path), got, "a run's configuration")
     return flatten_config(loaded)
 
 

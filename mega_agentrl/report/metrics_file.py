@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
@@ -110,7 +112,7 @@ def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Return the mean of the last `window` values at each position, of fewer at the start."""
     if window < 1:
-        raise ValueError(f"running_mean: window={window}: expected at least 1")
+        raise InputError("window of a running mean", window, "at least 1")
     windows = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
     return [sum(window_values) / len(window_values) for window_values in windows]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.metrics_file import running_mean
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def write_reward_curve(
         ValueError: there are neither steps nor evaluations.
     """
     if not points and not held_out:
-        raise ValueError(f"reward curve {path}: there are no steps and no evaluations to draw")
+        raise InputError(f"points of reward curve {path}", 0, "a step or an evaluation to draw")
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     reward_axes, success_axes = figure.subplots(2, 1, sharex=True)

@@ -16,6 +16,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -71,10 +73,11 @@ def _exporter(destination: str) -> Iterator[SpanExporter]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
     except OSError as error:
-        raise ValueError(
-            f"report.trace_destination={destination}: cannot be written ({error.strerror}); "
-            "expected a file, or an OTLP endpoint that begins with http:// or https://; probable "
-            "cause: a mistyped path"
+        raise ConfigError(
+            "report.trace_destination",
+            destination,
+            "a file, or an OTLP endpoint that begins with http:// or https://",
+            f"a mistyped path: it cannot be written ({error.strerror})",
         ) from error
     with file:
         yield ConsoleSpanExporter(out=file, formatter=lambda span: span.to_json(indent=None) + "\n")

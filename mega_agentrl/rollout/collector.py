@@ -12,6 +12,7 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.rollout.groups.scoring import start_scores, wait_for_scores
 from mega_agentrl.rollout.tree import sample_tree
@@ -88,10 +89,10 @@ def check_prompt_lengths(prompts: Sequence[Prompt], max_model_len: int) -> None:
     """Raise `ValueError` for the first prompt that leaves no room for a response."""
     for prompt in prompts:
         if len(prompt.token_ids) >= max_model_len:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: got {len(prompt.token_ids)} tokens, expected fewer "
-                f"than engine.max_model_len={max_model_len}; is data.max_prompt_tokens too large?"
-            )
+            name = f"tokens of prompt {prompt.prompt_id}"
+            expected = f"fewer than engine.max_model_len={max_model_len}"
+            cause = "data.max_prompt_tokens is too large"
+            raise InputError(name, len(prompt.token_ids), expected, cause)
 
 
 def unwrap_exception_group(errors: ExceptionGroup[Exception]) -> Exception:

@@ -32,6 +32,7 @@ from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.masking import masked_mean
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
+from mega_agentrl.errors import InputError
 from mega_agentrl.train.estimators.registry import AdvantageInputs, AdvantageResult, find_advantage
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 
@@ -140,16 +141,16 @@ def _check_user_result(result: object, inputs: AdvantageInputs, algo: AlgoConfig
         got = _shape_or_type(result.advantage)
     if got not in shapes:
         expected = ", or ".join(f"{shape}, {what}" for shape, what in shapes.items())
-        raise ValueError(
-            f"{key}: returned {got}, expected an AdvantageResult with a tensor of shape {expected};"
-            " probable cause: a tensor in place of an AdvantageResult, or another shape"
+        raise InputError(
+            f"result of {key}",
+            got,
+            f"an AdvantageResult with a tensor of shape {expected}",
+            "a tensor in place of an AdvantageResult, or another shape",
         )
     assert isinstance(result, AdvantageResult)
     if traits.needs_critic and _shape_or_type(result.return_BT) != token_shape:
-        raise ValueError(
-            f"{key}: returned {_shape_or_type(result.return_BT)} as return_BT, expected a tensor "
-            f"of shape {token_shape}, the targets of the critic that it needs"
-        )
+        expected = f"a tensor of shape {token_shape}, the targets of the critic that it needs"
+        raise InputError(f"return_BT of {key}", _shape_or_type(result.return_BT), expected)
 
 
 def _shape_or_type(value: object) -> tuple[int, ...] | str:
@@ -166,10 +167,11 @@ def _check_user_values(
     """
     advantage_BT = torch.where(mask_BT, advantage_BT.detach().float(), 0.0)
     if num_bad := int((~advantage_BT.isfinite()).sum()):
-        raise ValueError(
-            f"algo.advantage={algo.advantage}: returned {num_bad} numbers that are not finite for "
-            "trained tokens, expected none; probable cause: a division by the spread of equal "
-            "rewards"
+        raise InputError(
+            f"result of algo.advantage={algo.advantage}",
+            f"{num_bad} numbers that are not finite for trained tokens",
+            "none",
+            "a division by the spread of equal rewards",
         )
     return advantage_BT
 
@@ -187,11 +189,11 @@ def _add_egpo_bonus(
     cot_AL = mask_AL
     if settings.cot_blocks is not CotBlocks.response:
         if cot_marker_ids is None:
-            raise ValueError(
-                f"add_advantages: got no cot_marker_ids with "
-                f"algo.egpo.cot_blocks={settings.cot_blocks}; expected the token ids of "
-                "algo.egpo.cot_markers; probable cause: they were not tokenized"
+            expected = (
+                "the token ids of algo.egpo.cot_markers with "
+                f"algo.egpo.cot_blocks={settings.cot_blocks}"
             )
+            raise InputError("cot_marker_ids", None, expected, "they were not tokenized")
         token_AL = rows.concat_rows(batch.response_BT, batch.length_B)
         start, end = cot_marker_ids
         cot_AL = cot_mask(
@@ -247,18 +249,20 @@ def add_importance_weights(
 
 
 def check_zero_mismatch(batch: TrainBatch) -> None:
-    """Raise `RuntimeError` unless engine and policy agree bit by bit on all trained tokens."""
+    """Raise `ValueError` unless engine and policy agree bit by bit on all trained tokens."""
     old_logp_BT = _require_field(batch, "old_logp_BT", "model.zero_mismatch=true")
     differs_BT = (old_logp_BT != batch.rollout_logp_BT) & batch.mask_BT
     if not differs_BT.any():
         return
     row, position = (int(index) for index in differs_BT.nonzero()[0])
     engine, policy = float(batch.rollout_logp_BT[row, position]), float(old_logp_BT[row, position])
-    raise RuntimeError(
-        f"model.zero_mismatch: {int(differs_BT.sum())} of {int(batch.mask_BT.sum())} log-probs "
-        f"differ; the first one, of token {position} of row {row}, is {engine!r} in the engine and "
-        f"{policy!r} in the policy; probable cause: an operation that does not compute with "
-        "`numerics`, which tools/find_mismatch.py model.zero_mismatch=true finds"
+    num_differing, num_tokens = int(differs_BT.sum()), int(batch.mask_BT.sum())
+    raise InputError(
+        f"model.zero_mismatch: log-prob of token {position} of row {row}",
+        engine,
+        f"{policy!r} as in the policy; {num_differing} of {num_tokens} differ",
+        "an operation of the engine or the policy that does not compute with `numerics`, which "
+        "tools/find_mismatch.py model.zero_mismatch=true finds",
     )
 
 
@@ -291,5 +295,5 @@ def _require_field(
     """Return an optional field of the batch; raise `ValueError` if it is None."""
     value: torch.Tensor | None = getattr(batch, name)
     if value is None:
-        raise ValueError(f"{name}: got None, expected values with {key}; probable cause: {cause}")
+        raise InputError(name, None, f"values with {key}", cause)
     return value

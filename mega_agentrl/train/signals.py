@@ -58,6 +58,7 @@ class RunInterrupted(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 class SignalHandler:

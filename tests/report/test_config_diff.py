@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.config_diff import (
     NO_DEFAULT,
     UNSET,
@@ -52,5 +53,6 @@ def test_no_file_and_no_configuration(tmp_path):
     assert read_config(tmp_path / "none.yaml") == {}
     path = tmp_path / "config.yaml"
     path.write_text("- 1\n")
-    with pytest.raises(ValueError, match=r"config\.yaml: got list"):
+    with pytest.raises(InputError) as caught:
         read_config(path)
+    assert caught.value.name == str(path)

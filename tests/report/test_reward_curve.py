@@ -6,6 +6,7 @@ import sys
 import pytest
 from matplotlib.image import imread
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
 
 POINTS = [StepPoint(step=n, reward=n / 10 - 0.5, success=n / 20) for n in range(1, 11)]
@@ -37,8 +38,9 @@ def test_one_point_is_enough(tmp_path, points, held_out):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no steps and no evaluations"):
+    with pytest.raises(InputError) as caught:
         write_reward_curve(tmp_path / "reward.png", [])
+    assert caught.value.got == 0
     assert not list(tmp_path.iterdir())
 
 

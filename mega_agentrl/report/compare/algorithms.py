@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -50,9 +52,8 @@ class RunCostCurve:
 
     def __post_init__(self) -> None:
         if not self.eval_points:
-            raise ValueError(
-                f"{self.algorithm}, seed {self.seed}: got 0 evaluation points, expected at least 1"
-            )
+            name = f"evaluation points of {self.algorithm}, seed {self.seed}"
+            raise InputError(name, 0, "at least 1")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -98,9 +99,11 @@ def mean_curve(curves: Sequence[RunCostCurve]) -> list[MeanEvalCostPoint]:
     if len(lengths) != 1:
         got = ", ".join(f"seed {curve.seed}: {len(curve.eval_points)}" for curve in curves)
         name = curves[0].algorithm if curves else "no run"
-        raise ValueError(
-            f"{name}: expected runs with the same number of evaluation points, got "
-            f"{got or 'none'}; probable cause: runs with different settings in one folder"
+        raise InputError(
+            f"evaluation points of {name}",
+            got or "none",
+            "the same number for all runs",
+            "runs with different settings in one folder",
         )
     return [
         MeanEvalCostPoint(
@@ -182,7 +185,7 @@ def write_cost_plot(
     """
     by_name = {name: mean_curve(runs) for name, runs in _by_algorithm(curves).items()}
     if not by_name:
-        raise ValueError(f"comparison {path}: there are no runs to draw")
+        raise InputError(f"runs of comparison {path}", 0, "at least one to draw")
     figure = Figure(figsize=(11.0, 4.6), dpi=130, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.report.config_diff import read_config
 from mega_agentrl.report.metrics_file import read_metrics
@@ -69,9 +70,8 @@ def read_run_result(folder: Path) -> RunResult:
     config = read_config(folder / "config.yaml")
     job = _read_json(folder / JOB_FILE)
     if not config and not job:
-        raise ValueError(
-            f"{folder}: got neither config.yaml nor {JOB_FILE} there, expected the folder of a run"
-        )
+        got = f"neither config.yaml nor {JOB_FILE}"
+        raise InputError(str(folder), got, "the folder of a run")
     summary = _read_json(folder / "summary.json")
     log = read_metrics(folder / "metrics.jsonl")
     reason = str(job.get("failed") or "")
@@ -103,10 +103,8 @@ def find_run_dirs(folder: Path) -> list[Path]:
         return [folder]
     run_dirs = [path for path in folder.glob("*/") if _is_run(path)] if folder.is_dir() else []
     if not run_dirs:
-        raise ValueError(
-            f"{folder}: there is no run in it, expected the folder of a run or of a sweep; "
-            "probable cause: no job of the sweep has started yet"
-        )
+        expected = "the folder of a run or of a sweep"
+        raise InputError(str(folder), "no run", expected, "no job of the sweep has started yet")
     return sorted(run_dirs, key=_job_order)
 
 
@@ -125,7 +123,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from error
+        raise InputError(str(path), error, "JSON") from error
     return value if isinstance(value, dict) else {}
 
 

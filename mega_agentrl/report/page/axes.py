@@ -9,6 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,10 +36,8 @@ class Axis:
 
     def __post_init__(self) -> None:
         if not self.low < self.high or (self.is_log_scale and self.low <= 0):
-            raise ValueError(
-                f"Axis: got low={self.low}, high={self.high}, log={self.is_log_scale}; expected "
-                "low < high, and both above 0 on a logarithmic axis"
-            )
+            expected = "low < high, and both above 0 on a logarithmic axis"
+            raise InputError("Axis", self, expected)
 
     def to_pixel(self, value: float) -> float:
         """Return the pixel of a value, clamped to the ends of the axis."""

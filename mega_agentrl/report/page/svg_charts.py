@@ -15,6 +15,7 @@ from enum import StrEnum
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.page.axes import Axis, format_number, make_value_axis
 from mega_agentrl.report.page.html import render_template
 
@@ -114,7 +115,7 @@ def render_svg(chart: Chart) -> Markup:
         ValueError: the chart has no points.
     """
     if not any(series.points for series in chart.series):
-        raise ValueError(f"chart {chart.title!r}: got no point, expected at least one to draw")
+        raise InputError(f"points of chart {chart.title!r}", 0, "at least one to draw")
     steps = _step_axis(chart)
     layers = list(_stack_areas(chart)) if chart.is_stacked else []
     tops = [value for layer in layers for _, _, value in layer.spans]

@@ -13,6 +13,8 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
@@ -47,9 +49,11 @@ class MlflowTracker:
         try:
             run = mlflow.start_run(run_id=run_id or None, run_name=None if run_id else run_dir.name)
         except mlflow.exceptions.MlflowException as error:
-            raise ValueError(
-                f"report.trackers=mlflow: {error}; expected a server that accepts a run; probable "
-                "cause: MLFLOW_TRACKING_URI is unset or wrong (sqlite:///mlflow.db needs no server)"
+            raise ConfigError(
+                "report.trackers",
+                "mlflow",
+                "a server that accepts a run (MLFLOW_TRACKING_URI; sqlite:///mlflow.db needs none)",
+                str(error),
             ) from error
         self.run_id: str = run.info.run_id
         self._is_open = True

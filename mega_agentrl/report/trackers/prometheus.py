@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -60,10 +62,7 @@ class PrometheusTracker:
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
         except OSError as error:
-            is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-            raise ValueError(
-                _port_message(port, error) if is_port else _host_message(host, error)
-            ) from error
+            raise _listen_error(host, port, error) from error
 
     @property
     def host(self) -> str:
@@ -108,16 +107,10 @@ class PrometheusTracker:
         return self._gauges[valid]
 
 
-def _port_message(port: int, error: OSError) -> str:
-    return (
-        f"report.prometheus_port={port}: cannot listen there ({error.strerror}); expected a free "
-        "port above 1023; probable cause: another run or service on this machine uses it"
-    )
-
-
-def _host_message(host: str, error: OSError) -> str:
-    return (
-        f"report.prometheus_host={host}: cannot listen there ({error.strerror}); expected an "
-        "address of the driver's machine, or 0.0.0.0 for all of them; probable cause: the address "
-        "of another machine"
-    )
+def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno in (errno.EADDRINUSE, errno.EACCES):
+        cause = f"another run or service on this machine uses it ({error.strerror})"
+        return ConfigError("report.prometheus_port", port, "a free port above 1023", cause)
+    expected = "an address of the driver's machine, or 0.0.0.0 for all of them"
+    cause = f"the address of another machine ({error.strerror})"
+    return ConfigError("report.prometheus_host", host, expected, cause)

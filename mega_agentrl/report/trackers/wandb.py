@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -35,10 +37,8 @@ class WandbTracker:
                 name=run_dir.name, dir=str(run_dir), id=run_id or None, resume="allow"
             )
         except wandb.errors.Error as error:
-            raise ValueError(
-                f"report.trackers=wandb: {error}; expected a login (`wandb login`) and a server "
-                "that answers, or WANDB_MODE=offline"
-            ) from error
+            expected = "a login (`wandb login`) and a server that answers, or WANDB_MODE=offline"
+            raise ConfigError("report.trackers", "wandb", expected, str(error)) from error
         self.run_id: str = self._run.id
         self._stages: set[str] = set()
         self._is_open = True

@@ -32,6 +32,7 @@ from itertools import islice
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.tree_viewer.thumbnails import TreeThumbnails
 from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import Role
@@ -112,10 +113,8 @@ def parent_indices(paths: Sequence[Trajectory]) -> list[int | None]:
     parents: list[int | None] = []
     for number, trajectory in enumerate(paths):
         if trajectory.parent_id is not None and trajectory.parent_id not in index:
-            raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: got the parent {trajectory.parent_id}, "
-                "expected one that comes earlier in its tree"
-            )
+            name = f"parent of trajectory {trajectory.trajectory_id}"
+            raise InputError(name, trajectory.parent_id, "one that comes earlier in its tree")
         parents.append(None if trajectory.parent_id is None else index[trajectory.parent_id])
         index[trajectory.trajectory_id] = number
     return parents

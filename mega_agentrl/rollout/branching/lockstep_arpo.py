@@ -40,6 +40,7 @@ from mega_agentrl.algo.branching import (
     released_segment_entropy,
     released_should_branch,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.branching.lockstep_trajectory import NUM_TOP_LOGPS, LockstepTrajectory
 from mega_agentrl.rollout.branching.policy import num_configured_roots
 from mega_agentrl.rollout.generation.turn_generator import (
@@ -168,10 +169,11 @@ class LockstepArpoRollout:
     def _segment_entropy(self, segment: Generation) -> float:
         """Return H of a segment; raise `ValueError` if the engine returned no top log-probs."""
         if segment.token_ids and not segment.top_logps:
-            raise ValueError(
-                f"request {segment.request_id}: the engine returned no log-probs of the most "
-                f"probable tokens, expected {NUM_TOP_LOGPS} per position; probable cause: it "
-                "ignores num_top_logps, which rollout.branching=released asks for"
+            raise InputError(
+                f"request {segment.request_id}: top_logps of the engine",
+                "none",
+                f"log-probs of the {NUM_TOP_LOGPS} most probable tokens per position",
+                "it ignores num_top_logps, which rollout.branching=released asks for",
             )
         rows = segment.top_logps[:RELEASED_WINDOW_TOKENS]
         logprob_TK = pad_top_logps(rows, width=max(map(len, rows), default=0))

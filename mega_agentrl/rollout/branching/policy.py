@@ -485,10 +485,8 @@ def num_configured_roots(config: BranchConfig, num_trajectories: int) -> int:
     configured = config.initial_rollouts
     num_roots = max(1, num_trajectories // 2) if configured is None else configured
     if not 1 <= num_roots <= num_trajectories:
-        raise ValueError(
-            f"rollout.branch.initial_rollouts={num_roots}: expected between 1 and "
-            f"rollout.group_size={num_trajectories}"
-        )
+        expected = f"between 1 and rollout.group_size={num_trajectories}"
+        raise ConfigError("rollout.branch.initial_rollouts", num_roots, expected)
     return num_roots
 
 

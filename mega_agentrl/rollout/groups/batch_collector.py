@@ -38,6 +38,8 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.collector import PromptKeyAllocator, check_prompt_lengths
 from mega_agentrl.rollout.groups.filter import FilterResult, group_metric_mean
 from mega_agentrl.rollout.groups.group import (
@@ -88,10 +90,8 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         if len(self.finished_trees) != len(self.filter_results):
-            raise ValueError(
-                f"RolloutBatch: got {len(self.filter_results)} filter results, expected one for "
-                f"each of the {len(self.finished_trees)} finished trees"
-            )
+            expected = f"one for each of the {len(self.finished_trees)} finished trees"
+            raise InputError("number of filter results", len(self.filter_results), expected)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the groups, named ``rollout/...``.
@@ -347,7 +347,7 @@ class _BatchCollector:
         )
         num_missing = max(0, self._num_groups - num_possible)
         if self._num_replaced + num_missing > MAX_REFILL_ROUNDS * self._num_groups:
-            raise ValueError(self._refill_limit_message())
+            raise self._refill_limit_error()
         self._num_replaced += num_missing
         self._start_groups(num_missing)
 
@@ -360,7 +360,7 @@ class _BatchCollector:
             now_s = asyncio.get_running_loop().time()
             clock.reschedule(now_s + self._config.straggler_timeout_s)
 
-    def _refill_limit_message(self) -> str:
+    def _refill_limit_error(self) -> ConfigError:
         config = self._config
         finished = [group for group in self._groups if group.filter_result is not None]
         counts = Counter(group.filter_result for group in finished)
@@ -377,12 +377,14 @@ class _BatchCollector:
             FilterResult.too_few_valid: "engine or tools fail; see their logs",
         }
         low, high = config.filter_range
-        return (
-            f"rollout.filter_metric={config.filter_metric}: got {counts[FilterResult.accepted]} "
-            f"groups to train on, expected data.prompts_per_step={self._num_groups} after "
-            f"{MAX_REFILL_ROUNDS} rounds of replacements; of {len(finished)} finished groups "
-            f"{counts[FilterResult.below_range]} have a mean at or below "
-            f"rollout.filter_range[0]={low:g}, {counts[FilterResult.above_range]} at or above "
-            f"rollout.filter_range[1]={high:g}, {counts[FilterResult.too_few_valid]} failed "
-            f"({spread}); probable cause: {causes[max(causes, key=counts.__getitem__)]}"
+        return ConfigError(
+            "rollout.filter_metric",
+            config.filter_metric,
+            f"data.prompts_per_step={self._num_groups} groups to train on after "
+            f"{MAX_REFILL_ROUNDS} rounds of replacements; got {counts[FilterResult.accepted]}: of "
+            f"{len(finished)} finished groups {counts[FilterResult.below_range]} have a mean at "
+            f"or below rollout.filter_range[0]={low:g}, {counts[FilterResult.above_range]} at or "
+            f"above rollout.filter_range[1]={high:g}, {counts[FilterResult.too_few_valid]} failed "
+            f"({spread})",
+            causes[max(causes, key=counts.__getitem__)],
         )

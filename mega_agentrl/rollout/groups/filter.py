@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, assert_never
 
 from mega_agentrl.config.enums import FilterMetric
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.rollout.groups.scoring import valid_scores
 
 if TYPE_CHECKING:
@@ -68,6 +69,6 @@ def _metric_value(score: Score, metric: FilterMetric) -> float:
         case FilterMetric.reward:
             return score.value
         case FilterMetric.none:
-            raise ValueError("rollout.filter_metric=none has no value to filter by")
+            raise ConfigError("rollout.filter_metric", "none", "a metric to filter by")
         case _:
             assert_never(metric)

@@ -19,6 +19,7 @@ from mega_agentrl.data.orders.orders import (
     parse_order,
     parse_question,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
 
 if TYPE_CHECKING:
@@ -46,15 +47,11 @@ class Customer(Interaction):
         """Raise `ValueError` unless all attributes have values and the wanted ones are known."""
         values, wanted = kwargs.get("values"), kwargs.get("wanted")
         if not isinstance(values, dict) or set(values) != set(ATTRIBUTES):
-            raise ValueError(
-                f"interaction_kwargs.values={values!r}: expected a value of each of "
-                f"{', '.join(ATTRIBUTES)}"
-            )
+            expected = f"a value of each of {', '.join(ATTRIBUTES)}"
+            raise InputError("interaction_kwargs.values", values, expected)
         if not isinstance(wanted, list) or not wanted or not set(wanted) <= set(ATTRIBUTES):
-            raise ValueError(
-                f"interaction_kwargs.wanted={wanted!r}: expected a list of some of "
-                f"{', '.join(ATTRIBUTES)}"
-            )
+            expected = f"a list of some of {', '.join(ATTRIBUTES)}"
+            raise InputError("interaction_kwargs.wanted", wanted, expected)
 
     async def create(self, kwargs: Mapping[str, Any]) -> _CustomerState:
         """Start a game with `values` and `wanted` of `kwargs`."""

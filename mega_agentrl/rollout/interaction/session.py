@@ -12,6 +12,8 @@ import time
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.interaction.base import Interaction, Reply, load_interactions
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.types.errors import ToolSessionError
@@ -50,10 +52,11 @@ class InteractionRegistry:
         default = next(iter(self._by_name)) if len(self._by_name) == 1 else None
         name = kwargs.get("name", default)
         if name not in self._by_name:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: interaction_kwargs.name is {name!r}, expected one "
-                f"of {sorted(self._by_name)}; probable cause: the dataset was made for other "
-                "interactions"
+            raise InputError(
+                f"prompt {prompt.prompt_id}: interaction_kwargs.name",
+                name,
+                f"one of {sorted(self._by_name)}",
+                "the dataset was made for other interactions",
             )
         create_kwargs = {key: value for key, value in kwargs.items() if key != "name"}
         return TrajectoryInteractionSession(self._by_name[name], create_kwargs)
@@ -67,7 +70,10 @@ class InteractionRegistry:
             try:
                 session.check_kwargs()
             except ValueError as error:
-                raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+                expected = "what the interaction accepts"
+                name = f"prompt {prompt.prompt_id}: interaction_kwargs"
+                got = prompt.extra_info["interaction_kwargs"]
+                raise InputError(name, got, expected, str(error)) from error
 
 
 def load_interaction_registry(path: str, tool_names: Iterable[str]) -> InteractionRegistry:
@@ -82,10 +88,9 @@ def load_interaction_registry(path: str, tool_names: Iterable[str]) -> Interacti
     """
     registry = InteractionRegistry(load_interactions(path) if path else ())
     if duplicates := sorted(set(registry.names) & set(tool_names)):
-        raise ValueError(
-            f"rollout.interaction_config_file={path}: there are tools called "
-            f"{', '.join(duplicates)}, expected other names, because rewards are reported by name"
-        )
+        expected = "names that no tool has, because rewards are reported by name"
+        cause = f"there are tools called {', '.join(duplicates)}"
+        raise ConfigError("rollout.interaction_config_file", path, expected, cause)
     return registry
 
 

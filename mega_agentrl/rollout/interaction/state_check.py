@@ -35,6 +35,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.converters.function_calls import read_python_call
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.conversation.tool_calls import NOT_RUN
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
 from mega_agentrl.tool.api_classes import SCENARIO_KEYS, ApiClasses, ApiState
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
     from mega_agentrl.types.records import Message
 
+_TRUTH_KEY = "interaction_kwargs.ground_truth"
 _PythonCall = tuple[str, list[Any], dict[str, Any]]
 
 
@@ -95,26 +97,20 @@ class StateCheckUser(Interaction):
         """Raise `ValueError` for a malformed scenario, and for calls of unknown functions."""
         known = (*SCENARIO_KEYS, "turns", "ground_truth", "excluded_functions")
         if unknown := sorted(set(kwargs) - set(known)):
-            raise ValueError(f"interaction_kwargs has {unknown}, expected some of {known}")
+            raise InputError("interaction_kwargs", unknown, f"keys among {known}")
         turns, truth = kwargs.get("turns") or [], kwargs.get("ground_truth")
         if not isinstance(truth, list) or len(truth) != len(turns) + 1:
-            raise ValueError(
-                f"interaction_kwargs.ground_truth={truth!r:.200}: expected a list of calls for "
-                f"each of {len(turns) + 1} turns"
-            )
+            expected = f"a list of calls for each of {len(turns) + 1} turns"
+            raise InputError(_TRUTH_KEY, truth, expected)
         for name, values, named in (call for calls in _parse_truth(truth) for call in calls):
             tool = self._api.tool(name.rpartition(".")[2])
             if tool is None:
-                raise ValueError(
-                    f"interaction_kwargs.ground_truth calls {name}, expected a method of the "
-                    "classes; probable cause: a class is missing in config.classes"
-                )
+                expected = "calls of methods of the classes"
+                raise InputError(_TRUTH_KEY, name, expected, "a class is missing in config.classes")
             properties = (tool.parameters or {}).get("properties", {})
             if len(values) > len(properties) or not set(named) <= set(properties):
-                raise ValueError(
-                    f"interaction_kwargs.ground_truth calls {name} with {values}, {named}, "
-                    f"expected some of the parameters {sorted(properties)}"
-                )
+                expected = f"some of the parameters {sorted(properties)}"
+                raise InputError(f"{_TRUTH_KEY}, call of {name}", (values, named), expected)
         self._api.check_scenario(_scenario(kwargs))
 
     async def create(self, kwargs: Mapping[str, Any]) -> _CheckState:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt, Role, RolloutTree, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -68,10 +69,8 @@ class TreeNode:
         size = self.stop - self.start if self.turn is None else self.turn.stop - self.start
         if set(lengths.values()) != {size}:
             part = "part of a turn" if self.turn is None else f"turn {self.turn.index}"
-            raise ValueError(
-                f"node of path {format_path(self.path)}: its {part} has {size} tokens, "
-                f"got {lengths}"
-            )
+            name = f"node of path {format_path(self.path)}, {part}"
+            raise InputError(name, lengths, f"{size} tokens")
 
     @property
     def stop(self) -> int:
@@ -107,20 +106,17 @@ class NodeTree:
         index = leaf.last_node
         while index is not None:
             if not 0 <= index < (indices[-1] if indices else len(self.nodes)):
-                path = format_path(leaf.record_fields["path"])
-                raise ValueError(
-                    f"prompt {self.prompt.prompt_id}, path {path}: got node {index} before "
-                    f"{indices[-1:]}, expected one with a smaller index"
-                )
+                expected = f"one with a smaller index than {indices[-1:] or len(self.nodes)}"
+                raise InputError(f"{self._name_leaf(leaf)}: a node's parent", index, expected)
             indices.append(index)
             index = self.nodes[index].parent
         if indices and self.nodes[indices[0]].turn is None:
-            path = format_path(leaf.record_fields["path"])
-            raise ValueError(
-                f"prompt {self.prompt.prompt_id}, path {path}: got node {indices[0]} as its last "
-                "one, expected one that ends a turn"
-            )
+            name = f"{self._name_leaf(leaf)}: the last node"
+            raise InputError(name, indices[0], "one that ends a turn")
         return indices[::-1]
+
+    def _name_leaf(self, leaf: TreeLeaf) -> str:
+        return f"prompt {self.prompt.prompt_id}, path {format_path(leaf.record_fields['path'])}"
 
 
 def to_node_tree(tree: RolloutTree) -> NodeTree:
@@ -211,10 +207,10 @@ def _check_turns(trajectory: Trajectory) -> None:
     ids = [turn.index for turn in trajectory.turns for _ in range(turn.start, turn.stop)]
     tiled = spans == list(enumerate(starts[:-1])) and starts[-1] == len(trajectory.token_ids)
     if not tiled or ids != trajectory.turn_ids:
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: got turns that end at {starts[1:]} and "
-            f"turn_ids of {len(trajectory.turn_ids)} tokens, expected turns that tile all "
-            f"{len(trajectory.token_ids)} tokens"
+        raise InputError(
+            f"turns of trajectory {trajectory.trajectory_id}",
+            f"ends at {starts[1:]} and turn_ids of {len(trajectory.turn_ids)} tokens",
+            f"turns that tile all {len(trajectory.token_ids)} tokens",
         )
 
 
@@ -229,10 +225,8 @@ def _fork_positions(trajectories: Sequence[Trajectory]) -> dict[str, set[int]]:
         lineage: list[Trajectory] = []
         if trajectory.parent_id is not None:
             if trajectory.parent_id not in lineages:
-                raise ValueError(
-                    f"trajectory {trajectory.trajectory_id}: got the parent "
-                    f"{trajectory.parent_id}, expected one that comes earlier in its tree"
-                )
+                name = f"parent of trajectory {trajectory.trajectory_id}"
+                raise InputError(name, trajectory.parent_id, "one that comes earlier in its tree")
             lineage = lineages[trajectory.parent_id]
             if _forks_inside_turn(trajectory, lineage[0]):
                 holders = (other for other in lineage if other.fork_len <= trajectory.fork_len)
@@ -273,9 +267,9 @@ def _shared_prefix_nodes(
         roles = [record.turns[num_turns].role for record in (trajectory, parent)]
         is_equal = roles == [Role.assistant] * 2
     if not is_equal:
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: its first {size} tokens and their turns are "
-            f"not those of {parent.trajectory_id}, expected the parent's turns up to "
-            f"fork_len={size}, the last one whole or an assistant's"
+        raise InputError(
+            f"first tokens and turns of trajectory {trajectory.trajectory_id}",
+            f"others than those of {parent.trajectory_id} up to fork_len={size}",
+            "the parent's turns, the last one whole or an assistant's",
         )
     return shared

@@ -25,11 +25,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.io.image_files import (
     restore_messages,
     without_bytes,
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT_VERSION = 3
-CORRUPT_FILE_HINT = "is it another program's file, or a copy that was cut?"
+_CORRUPT_FILE_CAUSE = "another program's file, or a copy that was cut"
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -146,16 +148,15 @@ def read_trees(path: Path) -> Iterator[StoredTree]:
             line = _parse_line(text, where)
             expected = line.num_trees
             if line.index != number - 1 or number > expected:
-                raise ValueError(
-                    f"{where}: got tree {line.index} of {expected}, expected tree "
-                    f"{number - 1}; are there lines missing, or two files in one?"
+                got, cause = (
+                    f"tree {line.index} of {expected}",
+                    "lines missing, or two files in one",
                 )
+                raise InputError(where, got, f"tree {number - 1}", cause)
             yield StoredTree(stage=line.stage, step=line.step, tree=_tree_from_line(line, where))
     if number < expected or not number:
-        raise ValueError(
-            f"{path}: got {number} lines, expected {expected or 'at least 1'}, one per tree; "
-            f"{CORRUPT_FILE_HINT}"
-        )
+        rows = f"{expected or 'at least 1'}, one per tree"
+        raise InputError(str(path), f"{number} lines", rows, _CORRUPT_FILE_CAUSE)
 
 
 def _parse_line(text: bytes, where: str) -> Any:
@@ -164,19 +165,14 @@ def _parse_line(text: bytes, where: str) -> Any:
         line = json.loads(text)
     except ValueError as error:
         whole = "a line" if text.endswith(b"\n") else "half a line"
-        raise ValueError(
-            f"{where}: got {whole} of {len(text)} bytes that is not JSON ({error}), expected one "
-            f"rollout tree; {CORRUPT_FILE_HINT}"
-        ) from None
+        got = f"{whole} of {len(text)} bytes that is not JSON ({error})"
+        raise InputError(where, got, "one rollout tree", _CORRUPT_FILE_CAUSE) from None
     if not isinstance(line, dict) or "format" not in line:
-        raise ValueError(
-            f'{where}: got JSON without "format", expected one rollout tree; {CORRUPT_FILE_HINT}'
-        )
+        got = 'JSON without "format"'
+        raise InputError(where, got, "one rollout tree", _CORRUPT_FILE_CAUSE)
     if line["format"] != FORMAT_VERSION:
-        raise ValueError(
-            f"{where}: got format {line['format']!r}, expected {FORMAT_VERSION}; was it written by "
-            "another version?"
-        )
+        cause = "it was written by another version"
+        raise InputError(where, f"format {line['format']!r}", str(FORMAT_VERSION), cause)
     return from_builtins(_StoredLine, line, where)
 
 
@@ -197,12 +193,20 @@ def _tree_from_line(line: Any, where: str) -> NodeTree:
         ),
         record_fields={name: value for name, value in vars(line).items() if name not in _LINE_HEAD},
     )
-    try:
+    with _naming(where):
         for leaf in tree.leaves:
             tree.node_indices(leaf)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     return tree
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Prefix the name in errors of the body by the place in the file."""
+    try:
+        yield
+    except InputError as error:
+        name = f"{where}: {error.name}"
+        raise InputError(name, error.got, error.expected, error.cause) from None
 
 
 def _parse_leaf(values: Mapping[str, Any], where: str) -> TreeLeaf:
@@ -228,7 +232,7 @@ def _pack_node(node: TreeNode) -> _StoredNode:
 
 def _unpack_node(node: _StoredNode, where: str) -> TreeNode:
     size = node.stop - node.start
-    try:
+    with _naming(where):
         return TreeNode(
             parent=node.parent,
             path=node.path,
@@ -241,8 +245,6 @@ def _unpack_node(node: _StoredNode, where: str) -> TreeNode:
             versions=_unpack(node.versions, size),
             argmax_ids=_unpack(node.argmax_ids, size),
         )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def _pack_ints(values: Sequence[int]) -> PackedInts:

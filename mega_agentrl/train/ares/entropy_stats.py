@@ -26,6 +26,7 @@ from mega_agentrl.algo.ares.entropy_windows import (
     window_entropy,
 )
 from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.groups.scoring import valid_scores
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class EntropyStats:
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in self.__slots__}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"EntropyStats: expected one length for all of these, got {lengths}")
+            raise InputError("lengths of EntropyStats", lengths, "the same for all fields")
 
     def hwe_count_B(self, threshold: float | None) -> torch.Tensor:
         """Return the number of windows at or above the threshold, [B] int64; 0 without one."""
@@ -154,10 +155,11 @@ def _mask_untriggered(
     if trigger_tensor is None:
         return window_N
     if len(trajectory.argmax_ids) != len(window_N):
-        raise ValueError(
-            f"trajectory {trajectory.trajectory_id}: got {len(trajectory.argmax_ids)} argmax_ids "
-            f"for {len(window_N)} tokens, expected one each with algo.ares.trigger_words_file; "
-            "probable cause: the engine did not record them"
+        raise InputError(
+            f"number of argmax_ids of trajectory {trajectory.trajectory_id}",
+            len(trajectory.argmax_ids),
+            f"{len(window_N)}, one per token, with algo.ares.trigger_words_file",
+            "the engine did not record them",
         )
     argmax_N = _tensor_via_numpy(trajectory.argmax_ids, "i8")
     return torch.where(torch.isin(argmax_N, trigger_tensor), window_N, torch.nan)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.train.ares.entropy_stats import EntropyStats
 from mega_agentrl.types.journal import Journal
 from mega_agentrl.types.serialization import from_builtins, to_builtins
@@ -90,9 +91,11 @@ class EntropyStatsFile:
 
     def _add_chunk(self, number: int, offset: int) -> None:
         if number != self.num_chunks_done:
-            raise ValueError(
-                f"{self.path}: got chunk {number} after {self.num_chunks_done} others, expected "
-                "them in order; probable cause: two runs wrote into one folder"
+            raise InputError(
+                f"{self.path}: number of a chunk",
+                number,
+                f"{self.num_chunks_done}, the next one",
+                "two runs wrote into one folder",
             )
         self._chunk_offsets.append(offset)
 
@@ -105,10 +108,11 @@ class EntropyStatsFile:
         differences = ", ".join(
             f"{name}={got.get(name)!r}, not {expected.get(name)!r}" for name in changed
         )
-        raise ValueError(
-            f"{self.path}: made with {differences}; expected the settings of this run; probable "
-            "cause: a setting was changed and the run went on in the same folder. Delete the "
-            "file to start the pass over"
+        raise InputError(
+            f"{self.path}: settings",
+            differences,
+            "those of this run, or no file, which starts the pass over",
+            "a setting was changed and the run went on in the same folder",
         )
 
 

@@ -36,6 +36,7 @@ from mega_agentrl.algo import ares, mastery
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.masking import masked_sum
 from mega_agentrl.config.enums import AresMode
+from mega_agentrl.errors import InputError
 from mega_agentrl.train.trajectory_rows import row_trajectories
 
 if TYPE_CHECKING:
@@ -275,11 +276,9 @@ def _match_rows(
     owners = row_trajectories(batch)
     is_other_size = batch.trajectory_B is None and len(ids) != batch.num_rows
     if is_other_size or max(owners, default=-1) >= len(ids):
-        raise ValueError(
-            f"trees: got {len(ids)} trajectories for a batch of {batch.num_rows} rows, expected "
-            "those that the batch was packed from; probable cause: rows were added or removed "
-            "after packing"
-        )
+        got = f"{len(ids)} trajectories for a batch of {batch.num_rows} rows"
+        cause = "rows were added or removed after packing"
+        raise InputError("trees", got, "those that the batch was packed from", cause)
     index_by_id = {name: index for index, name in enumerate(entropy_stats.trajectory_ids)}
     starts = [0] * len(ids)
     for row, (owner, size) in enumerate(zip(owners, batch.length_B.tolist(), strict=True)):

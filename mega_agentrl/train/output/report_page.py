@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.config_diff import diff_configs, read_config, schema_defaults
 from mega_agentrl.report.metrics_file import read_metrics
 from mega_agentrl.report.page.render import ReportPage, render_page
@@ -91,8 +92,10 @@ def _load_page(run_dir: Path, budget_bytes: int) -> ReportPage:
     tree_files = sorted((run_dir / ROLLOUT_DIR).glob("*.jsonl"), key=_file_order)
     if not log.lines and not tree_files:
         raise EmptyRunError(
-            f"{run_dir}: no metrics.jsonl with a whole line and no {ROLLOUT_DIR}/*.jsonl there, "
-            "expected the folder of a run; has the run written its first step?"
+            str(run_dir),
+            f"no {METRICS_FILE} with a whole line and no {ROLLOUT_DIR}/*.jsonl",
+            "the folder of a run",
+            "the run has not written its first step",
         )
     config = read_config(run_dir / "config.yaml")
     loader = _TreeLoader(_load_token_splitter(run_dir, config), budget_bytes)
@@ -247,7 +250,7 @@ def _run_subtitle(config: Mapping[str, Any]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-class EmptyRunError(ValueError):
+class EmptyRunError(InputError):
     """There is nothing to show yet."""
 
 

@@ -17,6 +17,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.io.tree_file import write_trees
 from mega_agentrl.train.trajectory_rows import row_trajectories
 from mega_agentrl.types.atomic_file import atomic_write
@@ -80,11 +81,9 @@ def mean_advantages(trees: Sequence[RolloutTree], batch: TrainBatch) -> dict[str
     ]
     owners = row_trajectories(batch)
     if batch.advantage_BT is None or not set(owners) <= set(range(len(trajectory_ids))):
-        got = "no advantages" if batch.advantage_BT is None else f"{1 + max(owners)} trajectories"
-        raise ValueError(
-            f"advantages of a step: got {got}, expected a batch with advantages packed from these "
-            f"{len(trajectory_ids)} trajectories"
-        )
+        got = None if batch.advantage_BT is None else f"those of {1 + max(owners)} trajectories"
+        expected = f"those of a batch packed from these {len(trajectory_ids)} trajectories"
+        raise InputError("advantages of a step", got, expected)
     sums, counts = [0.0] * len(trajectory_ids), [0] * len(trajectory_ids)
     total_B = batch.advantage_BT.masked_fill(~batch.mask_BT, 0.0).double().sum(dim=1)
     for owner, total, count in zip(
@@ -118,4 +117,4 @@ def read_advantages(trees_file: Path) -> dict[str, float]:
         values = json.loads(path.read_text(encoding="utf-8"))
         return {str(name): float(value) for name, value in values.items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected numbers by trajectory id ({error})") from None
+        raise InputError(str(path), error, "numbers by trajectory id") from None

@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_dir import METRICS_FILE, WARM_START_DIR
 
@@ -31,11 +32,12 @@ def restore(components: Components, config: TrainConfig) -> RunState | None:
     run_dir = Path(config.run_dir)
     folders = run_state.valid_checkpoints(run_dir)
     if folders and config.is_eval_only:
-        raise ValueError(
-            f"total_steps=0: run_dir={run_dir} holds the checkpoint {folders[0].name} of an "
-            "unfinished run, expected a folder of its own for an evaluation of model.path; "
-            "probable cause: an evaluation of that checkpoint was meant. Export it "
-            "(tools/export_hf.py) and give the folder as model.path"
+        raise ConfigError(
+            "run_dir",
+            f"{run_dir} with the checkpoint {folders[0].name} of an unfinished run",
+            "a folder of its own for an evaluation of model.path (total_steps=0)",
+            "an evaluation of that checkpoint was meant: export it (tools/export_hf.py) and give "
+            "the folder as model.path",
         )
     has_rl_checkpoint = any(not run_state.is_mid_warm_start(folder) for folder in folders)
     needs_warm_start_reference = config.algo.needs_reference and not config.model.reference_path
@@ -69,11 +71,12 @@ def _restore_reference(components: Components, config: TrainConfig, folders: lis
         (folder for folder in folders if folder.parent.name == WARM_START_DIR), None
     )
     if warm_start_folder is None:
-        raise ValueError(
-            f"run_dir={config.run_dir}: got checkpoints without a valid one in {WARM_START_DIR}/, "
-            "expected the weights after the warm start there, which are the reference of the KL "
-            "term; probable cause: it was removed or is damaged. resume=false moves this run aside "
-            "and starts a new one"
+        raise ConfigError(
+            "run_dir",
+            f"{config.run_dir} without a valid checkpoint in {WARM_START_DIR}/",
+            "the weights after the warm start there, which are the reference of the KL term, or "
+            "resume=false, which moves this run aside and starts a new one",
+            "it was removed or is damaged",
         )
     components.policy.load_checkpoint(warm_start_folder)
     components.policy.set_objective(config.algo, config.rollout.temperature)

@@ -167,11 +167,12 @@ def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
         for name in (CHECKPOINTS_DIR, WARM_START_DIR)
     ):
         return False
-    raise ValueError(
-        f"run_dir={run_dir}: got other values of {', '.join(keys)} than the unfinished run in "
-        f"it, expected the same ({CONFIG_FILE} there has them); probable cause: a setting was "
-        "changed between two starts. Choose another run_dir, or resume=false, which moves that run "
-        "aside"
+    raise ConfigError(
+        "run_dir",
+        f"{run_dir}, whose unfinished run has other values of {', '.join(keys)}",
+        f"the same values ({CONFIG_FILE} there has them), another run_dir, or resume=false, which "
+        "moves that run aside",
+        "a setting was changed between two starts",
     )
 
 

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import (
     EvalCostPoint,
     RunCostCurve,
@@ -94,13 +95,16 @@ def test_a_higher_reward_is_reached_later_or_never(rewards, first, second):
 
 
 def test_runs_with_different_numbers_of_evaluations_are_refused():
-    with pytest.raises(ValueError, match=r"GRPO: .*seed 1: 3, seed 3: 1"):
+    with pytest.raises(InputError) as caught:
         mean_curve([CURVES[0], curve("GRPO", 3, (0, 0.2))])
+    assert caught.value.name == "evaluation points of GRPO"
+    assert caught.value.got == "seed 1: 3, seed 3: 1"
 
 
 def test_a_run_without_an_evaluation_is_refused():
-    with pytest.raises(ValueError, match="GRPO, seed 4"):
+    with pytest.raises(InputError) as caught:
         curve("GRPO", 4)
+    assert caught.value.name == "evaluation points of GRPO, seed 4"
 
 
 def test_the_table():
@@ -124,5 +128,6 @@ def test_the_plot_shows_every_run(tmp_path):
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no run"):
+    with pytest.raises(InputError) as caught:
         write_cost_plot(tmp_path / "none.png", [], baseline="GRPO")
+    assert caught.value.got == 0

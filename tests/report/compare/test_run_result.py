@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.run_result import (
     STATE_DONE,
     STATE_FAILED,
@@ -110,10 +111,11 @@ def test_runs_of_a_sweep_come_by_number(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no run"):
-        find_run_dirs(tmp_path)
-    with pytest.raises(ValueError, match=r"sweep_job\.json"):
-        read_run_result(tmp_path)
+    for read in (find_run_dirs, read_run_result):
+        with pytest.raises(InputError) as caught:
+            read(tmp_path)
+        assert caught.value.name == str(tmp_path)
     (tmp_path / "sweep_job.json").write_text("{")
-    with pytest.raises(ValueError, match=r"sweep_job\.json: cannot be read"):
+    with pytest.raises(InputError) as caught:
         read_run_result(tmp_path)
+    assert caught.value.name == str(tmp_path / "sweep_job.json")

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.page.svg_charts import (
     HEIGHT,
     MARGIN_BOTTOM,
@@ -87,8 +88,9 @@ def test_areas_lie_on_top_of_each_other():
 
 
 def test_no_point_is_refused():
-    with pytest.raises(ValueError, match="chart 't'"):
+    with pytest.raises(InputError) as caught:
         render_svg(one([]))
+    assert caught.value.name == "points of chart 't'"
 
 
 def test_a_short_series_is_kept_as_it_is():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from mega_agentrl.report.trackers.mlflow import MlflowTracker
+from tests.config.refusals import refused
 
 
 class Mlflow:
@@ -89,8 +90,9 @@ def test_a_missing_server_is_refused_and_a_lost_one_is_a_warning(tmp_path, caplo
     assert mlflow.active["metrics"] == [(4, {"rl/a": 2.0})]
     tracker.close()
     mlflow.is_reachable = False
-    with pytest.raises(ValueError, match=r"report\.trackers=mlflow: connection refused"):
-        MlflowTracker(mlflow, tmp_path, "")
+    error = refused(MlflowTracker, mlflow, tmp_path, "")
+    assert (error.key, error.got) == ("report.trackers", "mlflow")
+    assert "connection refused" in error.cause
 
 
 def test_the_real_package_writes_to_a_folder(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 
 from mega_agentrl.report.trackers.wandb import WandbTracker
+from tests.config.refusals import refused
 
 
 class Config(dict):
@@ -81,8 +82,9 @@ def test_a_run_goes_on_with_other_settings(tmp_path):
 def test_a_missing_login_is_refused(tmp_path):
     wandb = Wandb()
     wandb.is_reachable = False
-    with pytest.raises(ValueError, match=r"report\.trackers=wandb: no API key"):
-        WandbTracker(wandb, tmp_path, "")
+    error = refused(WandbTracker, wandb, tmp_path, "")
+    assert (error.key, error.got) == ("report.trackers", "wandb")
+    assert "no API key" in error.cause
 
 
 def test_the_real_package_works_offline(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.sections.rollout import RolloutConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.page.html import json_for_script
 from mega_agentrl.report.tree_viewer.tree_json import (
     MAX_TEXT_CHARS,
@@ -125,8 +126,9 @@ def test_of_two_forks_at_one_token_the_first_is_nearest():
 
 def test_a_missing_parent_is_refused():
     paths = nested_tree().trajectories
-    with pytest.raises(ValueError, match="got the parent "):
+    with pytest.raises(InputError) as caught:
         assign_lanes(paths[1:])
+    assert caught.value.got == paths[0].trajectory_id
     assert assign_lanes([]) == []
 
 

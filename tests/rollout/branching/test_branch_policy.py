@@ -25,6 +25,7 @@ from mega_agentrl.rollout.branching.policy import (
 )
 from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.types.records import Role
+from tests.config.refusals import refused
 from tests.fakes import FakeGenerator, FakeTools, make_context, make_prompt, turns
 from tests.rollout.grown_trees import CALL, END, entropy_levels
 from tests.rollout.virtual_time import run_virtually
@@ -77,8 +78,8 @@ def test_slots_of_the_roots(num_trajectories, roots, slots):
 
 
 def test_more_roots_than_trajectories_is_an_error():
-    with pytest.raises(ValueError, match="initial_rollouts=9"):
-        ArpoBranching(BranchConfig(initial_rollouts=9)).fork_slots(8)
+    error = refused(ArpoBranching(BranchConfig(initial_rollouts=9)).fork_slots, 8)
+    assert (error.key, error.got) == ("rollout.branch.initial_rollouts", 9)
 
 
 NO_PROBE = BranchConfig(num_probe_tokens=0)

@@ -9,6 +9,7 @@ import pytest
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.branching.lockstep_arpo import LockstepArpoRollout
 from mega_agentrl.types.records import StopReason
 from tests.fakes import FakeGenerator, FakeSession, FakeTools, make_context, make_prompt, turns
@@ -205,8 +206,9 @@ def test_an_engine_without_log_probs_is_named():
             return replace(await super().generate(request), top_logps=())
 
     tools = FakeTools()
-    with pytest.raises(ValueError, match="num_top_logps"):
+    with pytest.raises(InputError) as caught:
         _run(Bare(turns(CALL, END)), tools=tools)
+    assert caught.value.name.endswith("top_logps of the engine")
     assert all(session.released == 1 for session in tools.sessions)
 
 

@@ -204,7 +204,7 @@ async def test_a_lost_policy_rank_is_raised():
     def breaks(request):
         raise RankLostError("policy rank 1 died")
 
-    with pytest.raises(RankLostError, match="rank 1 died"):
+    with pytest.raises(RankLostError):
         await _live(_context(FakeGenerator(turns(CALL), breaks=breaks)))
 
 

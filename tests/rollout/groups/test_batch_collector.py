@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import Branching, FilterMetric
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.groups import batch_collector as module
 from mega_agentrl.rollout.groups import group
 from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
 from mega_agentrl.rollout.groups.filter import FilterResult
 from mega_agentrl.types.records import Role
+from tests.config.refusals import refused
 from tests.fakes import FakeGenerator, FakeRubric, FakeTools, make_context, make_scored_tree
 from tests.rollout.graded_prompts import (
     RecordingPromptSource,
@@ -328,10 +330,11 @@ def test_too_many_replacements_are_an_error_with_the_counts_of_what_was_filtered
     monkeypatch.setattr(module, "MAX_REFILL_ROUNDS", 2)
     tools = FakeTools()
     kinds = ["M", "E", "E", "E", "E", "H", "E", "E", "E"]
-    with pytest.raises(ValueError, match=r"rollout.filter_metric=accuracy.*too easy") as caught:
-        run(collect_steps(kinds, make_config(), 2, tools=tools))
-    text = str(caught.value).replace("filter_range[0]", "low").replace("filter_range[1]", "high")
-    accepted, wanted, rounds, finished, *filtered = map(float, re.findall(r"\d[.\d]*", text))
+    error = refused(lambda: run(collect_steps(kinds, make_config(), 2, tools=tools)))
+    assert (error.key, error.got) == ("rollout.filter_metric", FilterMetric.accuracy)
+    assert "too easy" in error.cause
+    text = error.expected.replace("filter_range[0]", "low").replace("filter_range[1]", "high")
+    wanted, rounds, accepted, finished, *filtered = map(float, re.findall(r"\d[.\d]*", text))
     assert (accepted, wanted, rounds, finished) == (1, 2, 2, 6)
     # 1 below the low bound, 4 above the high one, 0 failed; smallest, largest and median mean.
     assert filtered == [1, 0.01, 4, 0.99, 0, 0, 1, 1]
@@ -405,8 +408,9 @@ def test_lockstep_groups_are_filtered_too():
 
 
 def test_a_prompt_that_fills_the_model_is_named():
-    with pytest.raises(ValueError, match="prompt p0: got 601 tokens"):
+    with pytest.raises(InputError) as caught:
         run(collect_steps(["M" * 600], make_config(), 1))
+    assert (caught.value.name, caught.value.got) == ("tokens of prompt p0", 601)
 
 
 def test_batch_metrics_by_hand():
@@ -438,5 +442,6 @@ def test_batch_metrics_by_hand():
 def test_an_empty_batch_has_zeros_and_a_filter_result_needs_its_tree():
     empty = {"trees": [], "finished_trees": [], "version": 1, "group_counts": {}}
     assert set(RolloutBatch(filter_results=[], **empty).metrics().values()) == {0.0}
-    with pytest.raises(ValueError, match="got 1 filter results"):
+    with pytest.raises(InputError) as caught:
         RolloutBatch(filter_results=[FilterResult.accepted], **empty)
+    assert (caught.value.name, caught.value.got) == ("number of filter results", 1)

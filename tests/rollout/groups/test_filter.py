@@ -7,6 +7,7 @@ import pytest
 from mega_agentrl.config.enums import FilterMetric
 from mega_agentrl.config.sections.rollout import GroupSelectionConfig
 from mega_agentrl.rollout.groups.filter import FilterResult, filter_group, group_metric_mean
+from tests.config.refusals import refused
 from tests.fakes import make_scored_tree
 
 ACCURACY = GroupSelectionConfig(filter_metric=FilterMetric.accuracy)
@@ -39,5 +40,5 @@ def test_groups_by_the_mean_of_their_valid_trajectories(rewards, config, result)
 
 
 def test_without_a_metric_there_is_no_mean():
-    with pytest.raises(ValueError, match="filter_metric=none"):
-        group_metric_mean(make_scored_tree(1, 1), FilterMetric.none)
+    error = refused(group_metric_mean, make_scored_tree(1, 1), FilterMetric.none)
+    assert error.key == "rollout.filter_metric"

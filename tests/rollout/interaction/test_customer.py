@@ -6,6 +6,7 @@ import pytest
 
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.orders.orders import ATTRIBUTES
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.interaction.customer import Customer
 from mega_agentrl.rollout.interaction.session import InteractionRegistry
 from mega_agentrl.types.records import StopReason
@@ -71,5 +72,7 @@ async def test_a_fork_has_its_own_game():
     ids=["no values", "few values", "nothing wanted", "unknown"],
 )
 def test_kwargs_that_are_no_order_are_refused(kwargs, key):
-    with pytest.raises(ValueError, match=rf"interaction_kwargs\.{key}"):
+    with pytest.raises(InputError) as caught:
         Customer().check_kwargs(kwargs)
+    assert caught.value.name == f"interaction_kwargs.{key}"
+    assert caught.value.got == kwargs.get(key)

@@ -109,7 +109,7 @@ async def test_a_state_without_fork_is_not_shared():
 
     assert Stateful().can_fork(None) and not Stateful().can_fork([])
     assert Forking().can_fork([])
-    with pytest.raises(TypeError, match="interaction s "):
+    with pytest.raises(TypeError):
         await Stateful().fork([])
     stateless = Stateful()
     assert await stateless.create({}) is None and await stateless.calc_reward(None) is None

@@ -53,5 +53,6 @@ async def test_a_fork_has_its_own_state():
 
 @pytest.mark.parametrize("kwargs", [{}, {"ground_truth": "none"}, {"ground_truth": None}])
 def test_without_a_number_there_is_nothing_to_judge(kwargs):
-    with pytest.raises(ValueError, match=r"interaction_kwargs\.ground_truth"):
+    with pytest.raises(ValueError) as caught:
         Gsm8kInteraction().check_kwargs(kwargs)
+    assert "interaction_kwargs.ground_truth" in str(caught.value)

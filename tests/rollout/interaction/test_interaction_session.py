@@ -7,8 +7,10 @@ import asyncio
 import pytest
 
 from mega_agentrl.config.enums import CallProtocol
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.branching.policy import BranchPolicy
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
@@ -83,8 +85,11 @@ def test_the_prompt_chooses():
     assert both.open_session(_prompt(name="other")).name == "other"
     assert both.names == ("user", "other")
     for prompt in (_prompt(), _prompt(name="none")):
-        with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs.name"):
+        with pytest.raises(InputError) as caught:
             both.check_prompt_kwargs([prompt])
+        name = prompt.extra_info["interaction_kwargs"].get("name")
+        expected = ("prompt p0: interaction_kwargs.name", name)
+        assert (caught.value.name, caught.value.got) == expected
 
 
 def test_kwargs_are_checked_before_the_run(tmp_path):
@@ -92,10 +97,14 @@ def test_kwargs_are_checked_before_the_run(tmp_path):
     path.write_text("- class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction\n")
     kit = load_interaction_registry(str(path), ["python"])
     kit.check_prompt_kwargs([_prompt(ground_truth="#### 3"), make_prompt()])
-    with pytest.raises(ValueError, match=r"prompt p0: interaction_kwargs\.ground_truth"):
+    with pytest.raises(InputError) as caught:
         kit.check_prompt_kwargs([_prompt()])
-    with pytest.raises(ValueError, match="gsm8k_user"):
+    assert (caught.value.name, caught.value.got) == ("prompt p0: interaction_kwargs", {})
+    assert "ground_truth" in caught.value.cause
+    with pytest.raises(ConfigError) as caught:
         load_interaction_registry(str(path), ["gsm8k_user"])
+    assert caught.value.key == "rollout.interaction_config_file"
+    assert "gsm8k_user" in caught.value.cause
     assert load_interaction_registry("", ["python"]).names == ()
 
 
@@ -126,8 +135,9 @@ async def test_a_malformed_reply_is_an_error(reply):
 
     session = InteractionRegistry([Broken()]).open_session(_prompt())
     await session.create()
-    with pytest.raises(ToolSessionError, match="respond: got"):
+    with pytest.raises(ToolSessionError) as caught:
         await session.respond([])
+    assert caught.value.outcome.answer.startswith("respond: ")
     await session.release()
     await session.release()
 

@@ -183,7 +183,10 @@ async def test_a_fork_goes_on_with_copies_on_both_sides(codec):
         ({"ground_truth": [["add("], [], []]}, "expected a call"),
         ({"ground_truth": [["add(name=open('x'))"], [], []]}, "malformed node"),
         ({"ground_truth": [["_load_scenario({})"], [], []]}, "_load_scenario"),
-        ({"ground_truth": [["add(title='x')"], [], []]}, "expected some of the parameters"),
+        (
+            {"ground_truth": [["add(title='x')"], [], []]},
+            "ground_truth, call of add",
+        ),
         ({"initial_config": "{"}, "initial_config"),
         ({"involved_classes": ["Calendar"]}, "Calendar"),
         ({"truth": []}, "truth"),
@@ -194,8 +197,9 @@ async def test_a_fork_goes_on_with_copies_on_both_sides(codec):
     ],
 )
 def test_kwargs_that_cannot_be_checked_are_refused(changes, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(ValueError) as caught:
         StateCheckUser(CLASSES).check_kwargs(kwargs(**changes))
+    assert named in str(caught.value)
 
 
 def test_the_example_s_questions_fit_its_tools_and_user(monkeypatch):

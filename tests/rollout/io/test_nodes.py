@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.packing import pack_trees
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
 from mega_agentrl.types.records import Role, RolloutTree
 from tests.fakes import make_trajectory
@@ -162,8 +163,13 @@ def test_a_leaf_inside_of_a_turn_is_an_error():
     root = make_trajectory((0,), [(Role.assistant, 4)])
     nodes = to_node_tree(part(_tree(root), root, root.turns[0], 3, num_new=1))
     leaves = [replace(leaf, last_node=0) for leaf in nodes.leaves]
-    with pytest.raises(ValueError, match="got node 0"):
+    with pytest.raises(InputError) as caught:
         to_rollout_tree(replace(nodes, leaves=leaves))
+    assert caught.value.name.endswith("path 0: the last node")
+    assert caught.value.got == 0
+
+
+FIRST_TOKENS = "first tokens and turns of "
 
 
 def _fork_inside_of_a_tool_answer(root, fork):
@@ -172,29 +178,43 @@ def _fork_inside_of_a_tool_answer(root, fork):
 
 
 @pytest.mark.parametrize(
-    ("change", "fact"),
+    ("change", "name", "fact"),
     [
-        pytest.param(lambda root, fork: [fork, root], "the parent", id="fork before its parent"),
+        pytest.param(
+            lambda root, fork: [fork, root], "parent of ", "", id="fork before its parent"
+        ),
         pytest.param(
             lambda root, fork: [root, replace(fork, fork_len=fork.fork_len + 1)],
+            FIRST_TOKENS,
             "fork_len=51",
             id="fork inside of a turn",
         ),
         pytest.param(
             lambda root, fork: [root, replace(fork, token_ids=[9, *fork.token_ids[1:]])],
+            FIRST_TOKENS,
             "fork_len=50",
             id="other tokens",
         ),
-        pytest.param(_fork_inside_of_a_tool_answer, "fork_len=4", id="fork inside of an answer"),
         pytest.param(
-            lambda root, fork: [replace(root, turns=root.turns[:-1])], "tile", id="missing turn"
+            _fork_inside_of_a_tool_answer,
+            FIRST_TOKENS,
+            "fork_len=4",
+            id="fork inside of an answer",
+        ),
+        pytest.param(
+            lambda root, fork: [replace(root, turns=root.turns[:-1])],
+            "turns of trajectory ",
+            "ends at ",
+            id="missing turn",
         ),
     ],
 )
-def test_what_is_no_tree_is_an_error(change, fact):
+def test_trajectories_that_are_no_tree_are_refused(change, name, fact):
     trajectories = change(*nested_tree().trajectories[:2])
-    with pytest.raises(ValueError, match=fact):
+    with pytest.raises(InputError) as caught:
         to_node_tree(_tree(*trajectories))
+    assert caught.value.name.startswith(name)
+    assert fact in str(caught.value.got)
 
 
 def test_argmax_ids_are_in_the_nodes_or_nowhere():
@@ -204,8 +224,9 @@ def test_argmax_ids_are_in_the_nodes_or_nowhere():
         [token if mask else -1 for token, mask in zip(one.token_ids, one.loss_mask, strict=True)]
         for one in tree.trajectories
     ]
-    with pytest.raises(ValueError, match="'argmax_ids': 1"):
+    with pytest.raises(InputError) as caught:
         replace(nodes.nodes[0], argmax_ids=(1,))
+    assert caught.value.got["argmax_ids"] == 1
 
 
 def test_answers_that_came_in_together_are_nodes_without_tokens_but_the_last():

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.io import tree_file
 from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
 from mega_agentrl.rollout.io.tree_file import read_trees, write_trees
@@ -125,8 +126,9 @@ def test_nothing_half_written_is_left_or_seen(tmp_path, monkeypatch):
     before = path.read_bytes()
     tree = nested_tree()
     broken = replace(tree, trajectories=tree.trajectories[1:])
-    with pytest.raises(ValueError, match="comes earlier"):
+    with pytest.raises(InputError) as caught:
         write_trees(path, [tree, broken], stage="rl", step=3)
+    assert caught.value.name.startswith("parent of trajectory ")
     assert path.read_bytes() == before
     assert list(path.parent.glob("*.jsonl")) == [path]
     write_trees(path, [tree], stage="rl", step=3)
@@ -162,7 +164,7 @@ def _change_node(line, **changes):
         (lambda a, b: _change(a, leaves=[{}]), ":1.leaves[0]", "missing required"),
         (lambda a, b: _change_node(a, token_ids=["a"]), ":1", "`$.nodes[1].token_ids[0]`"),
         (lambda a, b: _change_node(a, token_ids=[1.5]), ":1", "`$.nodes[1].token_ids[0]`"),
-        (lambda a, b: _change_node(a, logps=[0.5]), ":1.nodes[1]", "turn 1 has"),
+        (lambda a, b: _change_node(a, logps=[0.5]), ":1.nodes[1]", "turn 1: "),
     ],
 )
 def test_a_damaged_or_foreign_file_says_where_and_what_was_expected(tmp_path, damage, place, fact):
@@ -171,7 +173,8 @@ def test_a_damaged_or_foreign_file_says_where_and_what_was_expected(tmp_path, da
     with pytest.raises(ValueError) as caught:
         list(read_trees(path))
     where, _, rest = str(caught.value).partition(": ")
-    assert where == f"{path}{place}" and fact in rest
+    assert where == f"{path}{place}"
+    assert fact in rest
 
 
 def test_trees_are_given_out_one_by_one(tmp_path):
@@ -180,5 +183,6 @@ def test_trees_are_given_out_one_by_one(tmp_path):
     path.write_text(first)
     reader = read_trees(path)
     assert next(reader).tree.prompt.prompt_id == "set/0"
-    with pytest.raises(ValueError, match="got 1 lines"):
+    with pytest.raises(InputError) as caught:
         next(reader)
+    assert (caught.value.name, caught.value.got) == (str(path), "1 lines")

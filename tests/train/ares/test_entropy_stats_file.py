@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.entropy_stats_file import EntropyStatsFile
 from mega_agentrl.types.journal import Journal
@@ -68,14 +69,19 @@ def test_a_chunk_cut_anywhere_is_written_again(tmp_path):
 def test_other_settings_are_refused_by_name(tmp_path):
     path = tmp_path / "seen.bin"
     EntropyStatsFile(path, SETTINGS, 2)
-    with pytest.raises(ValueError, match=r"with rollout.temperature=1.0, not 0.7;"):
-        EntropyStatsFile(path, SETTINGS | {"rollout.temperature": 0.7}, 2)
-    with pytest.raises(ValueError, match="num_chunks=2, not 3"):
-        EntropyStatsFile(path, SETTINGS, 3)
+
+    def differences(settings, num_chunks):
+        with pytest.raises(InputError) as caught:
+            EntropyStatsFile(path, settings, num_chunks)
+        assert caught.value.name == f"{path}: settings"
+        return caught.value.got
+
+    other = SETTINGS | {"rollout.temperature": 0.7}
+    assert differences(other, 2) == "rollout.temperature=1.0, not 0.7"
+    assert differences(SETTINGS, 3) == "num_chunks=2, not 3"
     before = path.read_bytes()
     Journal(path).rewrite([b"{}"])
-    with pytest.raises(ValueError, match="format=None, not 3"):
-        EntropyStatsFile(path, SETTINGS, 2)
+    assert differences(SETTINGS, 2).startswith("format=None, not 3")
     path.write_bytes(before[:-1])
     assert EntropyStatsFile(path, SETTINGS, 2).num_chunks_done == 0
     assert path.read_bytes() == before, "without a whole header it is a new file"
@@ -100,5 +106,6 @@ def test_chunks_of_two_writers_are_refused(tmp_path):
     one, two = (EntropyStatsFile(path, SETTINGS, 2) for _ in range(2))
     one.append(chunk(0))
     two.append(chunk(0))
-    with pytest.raises(ValueError, match="got chunk 0 after 1 others"):
+    with pytest.raises(InputError) as caught:
         EntropyStatsFile(path, SETTINGS, 2)
+    assert (caught.value.name, caught.value.got) == (f"{path}: number of a chunk", 0)

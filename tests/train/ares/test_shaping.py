@@ -12,6 +12,7 @@ from mega_agentrl.algo import ares
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.enums import AresMode
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.train.ares.entropy_stats import collect_entropy_stats
 from mega_agentrl.train.ares.shaping import (
     add_entropy_rewards,
@@ -122,8 +123,10 @@ def test_kl_is_known_of_what_is_trained_on():
 
 def test_another_batch_s_trees_are_refused():
     trees = two_groups()
-    with pytest.raises(ValueError, match="4 trajectories for a batch of 9 rows"):
+    with pytest.raises(InputError) as caught:
         add_entropy_rewards(pack_trees(trees), trees[:1], started(trees))
+    got = "4 trajectories for a batch of 9 rows"
+    assert (caught.value.name, caught.value.got) == ("trees", got)
 
 
 def test_the_first_step_starts_threshold_and_targets_and_shapes_nothing():

@@ -132,8 +132,9 @@ def test_a_run_without_trees(run_dir):
 
 
 def test_no_run_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no metrics\.jsonl"):
+    with pytest.raises(report_page.EmptyRunError) as caught:
         write_report(tmp_path)
+    assert caught.value.name == str(tmp_path)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mega_agentrl.train.resume.restore import restore
 from mega_agentrl.train.signals import RunInterrupted, SignalHandler
 from mega_agentrl.train.trainer import MAX_FAILURES_WITHOUT_PROGRESS
 from mega_agentrl.types.errors import RankLostError
+from tests.config.refusals import refused
 from tests.train.file_policy import WEIGHT
 from tests.train.interruptible_run import STEPS, Killed, Moments, die, make_config, outcome, start
 
@@ -87,8 +88,9 @@ def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path
 def test_an_evaluation_of_the_start_alone_takes_no_checkpoint(config, tmp_path):
     made, _ = saved_run(config, tmp_path, warm=False, ares=False)
     alone = replace(made, total_steps=0)
-    with pytest.raises(ValueError, match=r"total_steps=0: .* step-000002"):
-        start(alone, Moments())
+    error = refused(start, alone, Moments())
+    assert error.key == "run_dir"
+    assert "step-000002" in error.got
 
 
 def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, caplog):
@@ -118,8 +120,9 @@ def test_a_signal_loses_no_finished_step(config, tmp_path):
     for at, step in [*zip(updates, (1, 2, 3), strict=True), *zip(logprobs, (0, 1, 2), strict=True)]:
         folder, signal_handler = tmp_path / f"stopped-{at}", SignalHandler()
         ask = partial(signal_handler.on_signal, signal.SIGTERM)
-        with pytest.raises(RunInterrupted, match="SIGTERM"):
+        with pytest.raises(RunInterrupted) as caught:
             start(make(folder), Moments(at, ask), signal_handler)
+        assert caught.value.number == signal.SIGTERM
         assert run_state.valid_checkpoints(folder)[0].name == f"step-{step:06d}"
 
 
@@ -181,8 +184,9 @@ def test_a_damaged_newest_one_is_passed_over_with_a_warning(config, tmp_path, ca
 def test_without_the_warm_start_there_is_no_reference_to_go_on_with(config, tmp_path):
     made, _ = saved_run(config, tmp_path, warm=True, ares=False)
     (Path(made.run_dir) / "warm_start" / "step-000000" / WEIGHT).unlink()
-    with pytest.raises(ValueError, match=r"without a valid one in warm_start/"):
-        start(made, Moments())
+    error = refused(start, made, Moments())
+    assert error.key == "run_dir"
+    assert "warm_start/" in error.got
 
 
 def test_more_steps_may_be_asked_for_later(config, tmp_path):
@@ -246,7 +250,7 @@ def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_pat
     moments = Moments()
     moments.pass_by = lambda name: lose() if name == "update" else None
     settings = make_config(config, tmp_path / "run", warm=False, ares=False)
-    with pytest.raises(RankLostError, match="rank 1 died"):
+    with pytest.raises(RankLostError):
         start(settings, moments)
     num_restarts = capsys.readouterr().err.count("restarted from the beginning")
     assert num_restarts == MAX_FAILURES_WITHOUT_PROGRESS - 1

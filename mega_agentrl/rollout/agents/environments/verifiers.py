@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.converters.source_row import make_rl_row
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.agents.base import EnvironmentFailedError
 from mega_agentrl.rollout.agents.daemon_thread import DaemonThread
 from mega_agentrl.rollout.agents.environments.episode import KEY, import_package, mapping_option
@@ -97,7 +98,7 @@ class VerifiersAgent:
             ValueError: The tasks are infinite and there is no limit.
         """
         if limit is None and not self._taskset.bounded:
-            raise ValueError(f"--limit: got none, expected a number: {self.name} has no end")
+            raise InputError("--limit", None, "a number", f"{self.name} has no end")
         return [self._rl_row(vf_task) for vf_task in islice(self._taskset, limit)]
 
     def _rl_row(self, vf_task: Any) -> dict[str, Any]:
