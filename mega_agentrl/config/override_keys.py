@@ -53,17 +53,19 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("sweep_dir_name", sweep_dir_name, replace=True)
 
 
-def known_options() -> set[str]:
+@cache
+def known_options() -> frozenset[str]:
     """Return the dotted keys of the options of all registered estimators and losses."""
-    return {
+    return frozenset(
         f"{setting.options_key}.{option}"
         for setting in _CODE_SETTINGS
         for declaration in setting.registered().values()
         for option in declaration.options
-    }
+    )
 
 
-def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
+@cache
+def known_keys(schema: type = TrainConfig) -> Mapping[str, Any]:
     """Return the type of every leaf by dotted key, in the order of the schema."""
     leaf_types: dict[str, Any] = {}
     for name, kind in _field_types(schema).items():
@@ -74,13 +76,14 @@ def known_keys(schema: type = TrainConfig) -> dict[str, Any]:
     return leaf_types
 
 
-def known_sections(schema: type = TrainConfig) -> set[str]:
+@cache
+def known_sections(schema: type = TrainConfig) -> frozenset[str]:
     """Return the dotted keys of the sections: `rollout`, `rollout.branch`, ..."""
     parents: set[str] = set()
     for key in known_keys(schema):
         parts = key.split(".")[:-1]
         parents |= {".".join(parts[: end + 1]) for end in range(len(parts))}
-    return parents
+    return frozenset(parents)
 
 
 def is_known(key: str) -> bool:
