@@ -67,7 +67,7 @@ class EngineHost:
     def close(self) -> None:
         if self.process.is_alive():
             self.begin("exit")
-            self.process.join(30)
+            self.process.join(DEADLINE_S)
         if self.process.is_alive():
             self.process.kill()
 

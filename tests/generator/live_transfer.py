@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.reshard.verify.digest_verifier import regions_of_layout
+from tests.generator.engine_host import DEADLINE_S
 from tests.reshard.fake_rollout import expected_of
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from tests.generator.engine_host import EngineHost
     from tests.reshard.fake_trainer import FakeTrainer
     from tests.reshard.faults import Fault
-
-DEADLINE_S = 60.0
 
 
 class LiveTransfer:

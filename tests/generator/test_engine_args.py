@@ -10,6 +10,8 @@ from mega_agentrl.generator.engine_args import engine_args
 from tests.generator.vision_model import write_vision_model
 from tests.vision_models import VISION_FAMILIES
 
+pytestmark = pytest.mark.usefixtures("inspect_models_in_process")
+
 
 @pytest.mark.parametrize("dtype", [Dtype.bfloat16, Dtype.float32])
 def test_logits_are_float32_whatever_the_weights_are(dtype, model_folder):
@@ -59,6 +61,7 @@ def test_an_engine_reserves_memory_for_images_that_fit_into_a_prompt(monkeypatch
         assert args.skip_mm_profiling is not is_gpu
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_logits_of_a_vision_model_are_float32(family, tmp_path):
     folder = write_vision_model(family, tmp_path)

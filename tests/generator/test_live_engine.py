@@ -25,10 +25,16 @@ from mega_agentrl.rollout.context import make_rollout_context
 from mega_agentrl.rollout.generation.interruptible import InterruptibleGenerator
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.fakes import FakeRubric, FakeTools, make_prompt
+from tests.generator.engine_host import DEADLINE_S
 from tests.generator.live_transfer import LiveTransfer
 from tests.generator.tiny_model import EOS_ID, check_against_transformers, logits_of, write_model
 from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault
+
+pytestmark = pytest.mark.usefixtures("inspect_models_in_process")
+
+EXTENDED = pytest.mark.extended
+"""Further values of a parameter."""
 
 # --- Generation ---
 
@@ -46,7 +52,14 @@ def make_requests(name, count, **settings):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 20), (0.0, 1.0, 0)]
+    ("temperature", "top_p", "top_k"),
+    [
+        (1.0, 1.0, 0),
+        (0.0, 1.0, 0),
+        pytest.param(0.7, 0.9, 0, marks=EXTENDED),
+        pytest.param(1.3, 1.0, 20, marks=EXTENDED),
+    ],
+    ids=["ordinary", "greedy", "top-p", "top-k"],
 )
 def test_logps_and_entropies_are_those_of_the_model(
     engine, model_folder, temperature, top_p, top_k
@@ -63,7 +76,11 @@ def test_logps_and_entropies_are_those_of_the_model(
             assert got.token_ids == got.argmax_ids
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(
+    "temperature",
+    [1.0, pytest.param(0.7, marks=EXTENDED), pytest.param(0.0, marks=EXTENDED)],
+    ids=["ordinary", "colder", "greedy"],
+)
 def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_folder, temperature):
     requests = make_requests(f"top{temperature}", 4, temperature=temperature, num_top_logps=10)
     plain = make_requests("beside", 4)
@@ -80,6 +97,7 @@ def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_fol
             assert sorted(listed, reverse=True) == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.extended
 def test_requests_of_different_temperature_share_a_batch(engine, model_folder):
     requests = [
         request
@@ -112,6 +130,7 @@ def test_a_single_token_stop_string_ends_generation_and_stays(engine):
     assert not {3, 4} & set(got.token_ids[:-1])
 
 
+@pytest.mark.extended
 def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
     plain = make_requests("several", 1, max_tokens=12, seed=3)[0]
     ids = engine.call("generate", plain).token_ids
@@ -138,13 +157,14 @@ def test_abort_returns_what_there_is(engine, model_folder):
     while not (num_sampled := engine.call("num_sampled")):
         pass
     engine.call("abort", request.request_id)
-    got = running.result(60)
+    got = running.result(DEADLINE_S)
     if got.finish_reason is FinishReason.aborted:
         assert len(got.token_ids) >= num_sampled
     check_against_transformers(model_folder, request, got)
     engine.call("abort", "never heard of")
 
 
+@pytest.mark.extended
 def test_prompts_beyond_one_step_wait_or_are_measured_at_their_end_only(engine, model_folder):
     rng = random.Random(0)
     # Together more than the 8,192 tokens of one step. Seeded requests that were cut there would
@@ -205,6 +225,7 @@ class WordCodec:
         return " ".join(f"w{token}" for token in token_ids)
 
 
+@pytest.mark.extended
 async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(engine):
     rng = random.Random("trees")
     prompts = [
@@ -235,7 +256,7 @@ async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(en
 
 
 async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine, model_folder):
-    request = make_requests("held", 1, max_tokens=120, temperature=0.0)[0]
+    request = long_request("held")
     (whole,) = engine.call("generate_many", [request])
     held = InterruptibleGenerator(RemoteGenerator(engine), WordCodec())
     running = asyncio.create_task(held.generate(request))
@@ -252,6 +273,7 @@ async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine
     check_against_transformers(model_folder, request, got)
 
 
+@pytest.mark.extended
 def test_measurements_come_without_a_call_of_the_workers(engine, model_folder):
     requests = make_requests("uncalled", 20, temperature=0.7)
     results, called = engine.call("generate_counting_calls", requests)
@@ -275,7 +297,7 @@ def test_pause_holds_new_requests_back(engine):
     with pytest.raises(TimeoutError):
         waiting.result(0.5)
     engine.call("resume")
-    assert waiting.result(60).token_ids
+    assert waiting.result(DEADLINE_S).token_ids
 
 
 def test_bad_requests_are_refused(engine):
@@ -327,16 +349,20 @@ def prompt_logps(folder):
 
 
 def check_refuses_at_once(engine, message):
-    refusal = engine.begin("generate", request("refused")).exception(60.0)
+    refusal = engine.begin("generate", request("refused")).exception(DEADLINE_S)
     assert "refuses to generate" in str(refusal)
     assert message in str(refusal)
 
 
-def test_updates_take_effect_though_the_prompt_was_cached(engine, update, model_folder, new_folder):
+@pytest.mark.extended
+def test_a_worker_reports_the_layout_that_its_loader_has(update, model_folder):
     assert update.layouts == [trace_engine_layouts(model_folder, 1, "float32")]
+
+
+def test_updates_take_effect_though_the_prompt_was_cached(engine, update, model_folder, new_folder):
     check_serves(engine, model_folder, "before")
     check_serves(engine, model_folder, "cached")
-    for version, folder in enumerate((new_folder, model_folder, new_folder), 1):
+    for version, folder in enumerate((new_folder, model_folder), 1):
         update(folder, version)
         assert engine.call("version") == version
         for _ in range(2):
@@ -354,7 +380,7 @@ def test_a_request_during_an_update_waits_for_it(engine, update, new_folder):
     with pytest.raises(TimeoutError):
         waiting.result(0.5)
     engine.call("resume")
-    got = waiting.result(60)
+    got = waiting.result(DEADLINE_S)
     assert got.version == 5
     check_against_transformers(new_folder, request("waits"), got)
 
@@ -368,7 +394,7 @@ def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, ne
         results = update.move(new_folder, 2, fault=fault)
         waiting.append(engine.begin("generate", request("waited")))
         update.prove(2, results)
-    assert any(name in str(waiting[0].exception(60.0)) for name in trainer.hit.names)
+    assert any(name in str(waiting[0].exception(DEADLINE_S)) for name in trainer.hit.names)
     check_refuses_at_once(engine, "the update to version 2 failed: worker 0: weight version 2")
     with pytest.raises(RuntimeError, match="cannot serve: the update to version 2 failed"):
         engine.call("resume")
@@ -379,6 +405,7 @@ def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, ne
     check_serves(engine, new_folder, "recovered")
 
 
+@pytest.mark.extended
 def test_an_engine_refused_by_the_driver_serves_again_after_an_update(engine, update, new_folder):
     update(new_folder, 1)
     engine.call("refuse_requests", "the probe differs")
@@ -389,7 +416,7 @@ def test_an_engine_refused_by_the_driver_serves_again_after_an_update(engine, up
         waiting.result(0.5)
     with pytest.raises(RuntimeError, match="cannot serve: the probe differs"):
         engine.call("resume")
-    assert "the probe differs" in str(waiting.exception(60.0))
+    assert "the probe differs" in str(waiting.exception(DEADLINE_S))
     update.connect()
     update(new_folder, 2)
     check_serves(engine, new_folder, "served again")
@@ -410,6 +437,7 @@ def test_steps_of_an_update_out_of_order_are_refused(engine, update, new_folder)
     check_serves(engine, new_folder, "in order")
 
 
+@pytest.mark.extended
 def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, update, new_folder):
     update.move(new_folder, 1)
     with pytest.raises(RuntimeError, match="an update is in progress"):
@@ -420,6 +448,7 @@ def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, upd
     check_serves(engine, new_folder, "the next")
 
 
+@pytest.mark.extended
 def test_ranks_that_do_not_join_are_named_and_the_engine_serves_on(engine, update, new_folder):
     update(new_folder, 1)
     short = FakeTrainer(new_folder, timeout_s=6.0)
@@ -477,7 +506,7 @@ def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folde
     with pytest.raises(TimeoutError):
         running.result(3.0)  # it has ended in vLLM, and the driver may still refuse the weights
     engine.call("resume")
-    got = running.result(60)
+    got = running.result(DEADLINE_S)
     assert got.version == 2
     assert num_before <= got.versions.count(1) <= num_before + 1
     check_versions(got, {1: model_folder, 2: new_folder})
@@ -487,13 +516,16 @@ def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folde
     assert engine.call("num_open") == 0
 
 
+@pytest.mark.extended
 def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_folder):
     update(model_folder, 1)
     running = begin_long_request(engine, "held in vain")
     with pytest.raises(RuntimeError, match="verification failed"):
         fault = Fault(kind="flip", rank=1, frame=1, bit=77)
         update.prove(2, update.move(new_folder, 2, fault=fault, hold=True))
-    assert "refuses to generate: the update to version 2 failed" in str(running.exception(60.0))
+    assert "refuses to generate: the update to version 2 failed" in str(
+        running.exception(DEADLINE_S)
+    )
     check_refuses_at_once(engine, "the update to version 2 failed")
     update.connect()
     update(new_folder, 3)
@@ -501,6 +533,7 @@ def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_
     assert engine.call("num_open") == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("wait_s", [0.0, 3.0], ids=["running", "ended"])
 def test_a_held_request_fails_if_the_driver_refuses_the_weights(engine, update, new_folder, wait_s):
     update(new_folder, 1)
@@ -510,12 +543,13 @@ def test_a_held_request_fails_if_the_driver_refuses_the_weights(engine, update, 
     with pytest.raises(TimeoutError):
         running.result(wait_s)
     engine.call("refuse_requests", "the probe differs")
-    assert "refuses to generate: the probe differs" in str(running.exception(60.0))
+    assert "refuses to generate: the probe differs" in str(running.exception(DEADLINE_S))
     update.connect()
     update(new_folder, 3)
     check_serves(engine, new_folder, "after a refused hold")
 
 
+@pytest.mark.extended
 def test_a_request_is_held_over_several_updates(engine, update, model_folder, new_folder):
     update(model_folder, 1)
     running = begin_long_request(engine, "patient")
@@ -524,4 +558,4 @@ def test_a_request_is_held_over_several_updates(engine, update, model_folder, ne
         update(folder, version, hold=True)
         while not running.done() and engine.call("num_sampled") < before + 20:
             pass
-    check_versions(running.result(60), {1: model_folder, 2: new_folder, 3: model_folder})
+    check_versions(running.result(DEADLINE_S), {1: model_folder, 2: new_folder, 3: model_folder})

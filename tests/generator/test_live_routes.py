@@ -12,7 +12,7 @@ from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from mega_agentrl.types.routes import TokenRoutes, join_routes
-from tests.generator.engine_host import EngineHost
+from tests.generator.engine_host import DEADLINE_S, EngineHost
 from tests.generator.tiny_model import (
     check_against_transformers,
     router_logits_of,
@@ -109,7 +109,7 @@ def test_an_aborted_request_has_the_routes_of_its_tokens(engine, folder):
     while engine.call("num_sampled") < 3:
         pass
     engine.call("abort", "aborted")
-    got = future.result(60)
+    got = future.result(DEADLINE_S)
     assert got.finish_reason is FinishReason.aborted
     sequence = [*request.token_ids, *got.token_ids]
     assert got.routes.stop == len(sequence) - 1
@@ -123,7 +123,7 @@ def test_a_held_request_goes_on_and_keeps_its_routes(engine, folder):
         pass
     engine.call("pause", True)
     engine.call("resume")
-    got = future.result(60)
+    got = future.result(DEADLINE_S)
     sequence = [*request.token_ids, *got.token_ids]
     assert got.routes.stop == len(sequence) - 1
     check_routes(folder, sequence, got.routes)

@@ -17,7 +17,7 @@ from mega_agentrl.generator.engine_args import CPU_BLOCK_TOKENS
 from mega_agentrl.generator.weights.loader_trace import trace_engine_layouts
 from mega_agentrl.types.images import PlacedImage
 from mega_agentrl.types.records import GenerateRequest
-from tests.generator.engine_host import EngineHost
+from tests.generator.engine_host import DEADLINE_S, EngineHost
 from tests.generator.live_transfer import LiveTransfer
 from tests.generator.vision_model import (
     TOLERANCE,
@@ -31,6 +31,8 @@ from tests.generator.vision_model import (
 from tests.reshard.fake_trainer import FakeTrainer
 from tests.vision_models import END_ID, IMAGE_ID, START_ID, VIDEO_ID
 
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("inspect_models_in_process")]
+
 VISION_IDS = {IMAGE_ID, VIDEO_ID, START_ID, END_ID}
 TEXT = range(5, 25)
 
@@ -43,21 +45,21 @@ def folder(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def engine(folder, tmp_path_factory):
+def vision_engine(folder, tmp_path_factory):
     config = EngineConfig(max_model_len=512, cpu_kv_cache_gib=1)
-    host = EngineHost(config, folder, tmp_path_factory.mktemp("engine") / "vllm.log")
+    host = EngineHost(config, folder, tmp_path_factory.mktemp("vision_engine") / "vllm.log")
     yield host
     host.close()
 
 
-def check(engine, folder, request):
+def check(vision_engine, folder, request):
     """Generate and compare; returns the generation."""
-    got = engine.call("generate", request)
+    got = vision_engine.call("generate", request)
     check_image_generation(folder, request, got)
     return got
 
 
-def test_logps_after_one_and_two_images_and_after_text_alone(engine, folder):
+def test_logps_after_one_and_two_images_and_after_text_alone(vision_engine, folder):
     one, two = load_image(folder, 1), load_image(folder, 2, 84, 84)
     requests = [
         image_request(folder, [TEXT]),
@@ -66,18 +68,20 @@ def test_logps_after_one_and_two_images_and_after_text_alone(engine, folder):
         image_request(folder, [two, one], temperature=0.0),
         image_request(folder, [TEXT, one, TEXT, one, [9]], top_p=0.9, top_k=20),
     ]
-    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+    for request, got in zip(requests, vision_engine.call("generate_many", requests), strict=True):
         check_image_generation(folder, request, got)
 
 
-def test_an_image_may_follow_sampled_tokens(engine, folder):
+def test_an_image_may_follow_sampled_tokens(vision_engine, folder):
     first = image_request(folder, [load_image(folder, 3), TEXT])
-    grown = [*first.token_ids, *check(engine, folder, first).token_ids]
+    grown = [*first.token_ids, *check(vision_engine, folder, first).token_ids]
     second = image_request(folder, [grown, load_image(folder, 4, 56, 84), [7, 8]])
-    check(engine, folder, replace(second, images=first.images + second.images))
+    check(vision_engine, folder, replace(second, images=first.images + second.images))
 
 
-def test_images_are_told_apart_under_the_same_ids_and_found_again_in_the_cache(engine, folder):
+def test_images_are_told_apart_under_the_same_ids_and_found_again_in_the_cache(
+    vision_engine, folder
+):
     block = CPU_BLOCK_TOKENS
     one, two = load_image(folder, 5), load_image(folder, 6)
     parts = [range(5, 15), one, range(15, 45), range(5, 45)]
@@ -85,34 +89,35 @@ def test_images_are_told_apart_under_the_same_ids_and_found_again_in_the_cache(e
     num_whole = (len(request.token_ids) - 1) // block * block
     assert num_whole >= 2 * block
     first, again = (
-        check(engine, folder, replace(request, request_id=name)) for name in ("first", "again")
+        check(vision_engine, folder, replace(request, request_id=name))
+        for name in ("first", "again")
     )
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, num_whole)
     assert again.token_ids == first.token_ids
     other = replace(image_request(folder, [parts[0], two, *parts[2:]]), temperature=0.0)
     assert other.token_ids == request.token_ids
-    got = check(engine, folder, other)
+    got = check(vision_engine, folder, other)
     assert got.num_cached_tokens == 0
     assert got.logps != first.logps
 
 
-def test_a_held_request_computes_an_image_again_that_it_found_in_the_cache(engine, folder):
+def test_a_held_request_computes_an_image_again_that_it_found_in_the_cache(vision_engine, folder):
     request = image_request(
         folder, [load_image(folder, 11), TEXT, TEXT], max_tokens=400, temperature=0.0
     )
-    check(engine, folder, replace(request, request_id="first", max_tokens=1))
-    cached = check(engine, folder, replace(request, request_id="cached", max_tokens=1))
+    check(vision_engine, folder, replace(request, request_id="first", max_tokens=1))
+    cached = check(vision_engine, folder, replace(request, request_id="cached", max_tokens=1))
     assert cached.num_cached_tokens == CPU_BLOCK_TOKENS
     assert request.images[0].stop <= CPU_BLOCK_TOKENS
-    running = engine.begin("generate", request)
-    while engine.call("num_sampled") < 20:
+    running = vision_engine.begin("generate", request)
+    while vision_engine.call("num_sampled") < 20:
         assert not running.done(), "it was over before it could be held"
-    engine.call("pause", True)
-    engine.call("resume")
-    check_image_generation(folder, request, running.result(60))
+    vision_engine.call("pause", True)
+    vision_engine.call("resume")
+    check_image_generation(folder, request, running.result(DEADLINE_S))
 
 
-def test_tokens_of_images_are_preferred_but_never_sampled(engine, folder):
+def test_tokens_of_images_are_preferred_but_never_sampled(vision_engine, folder):
     requests = [
         image_request(
             folder,
@@ -123,7 +128,7 @@ def test_tokens_of_images_are_preferred_but_never_sampled(engine, folder):
         )
         for number, temperature in enumerate((0.0, 0.5, 1.0, 2.0))
     ]
-    for request, got in zip(requests, engine.call("generate_many", requests), strict=True):
+    for request, got in zip(requests, vision_engine.call("generate_many", requests), strict=True):
         check_image_generation(folder, request, got)
         assert VISION_IDS & set(got.argmax_ids)
         assert not VISION_IDS & set(got.token_ids)
@@ -132,7 +137,7 @@ def test_tokens_of_images_are_preferred_but_never_sampled(engine, folder):
             assert all(best in VISION_IDS or best == token for best, token in pairs)
 
 
-def test_what_an_engine_refuses_does_not_hinder_the_next_request(engine, folder):
+def test_what_an_engine_refuses_does_not_hinder_the_next_request(vision_engine, folder):
     image = load_image(folder, 7)
     stray = image_request(folder, [image, TEXT, [IMAGE_ID]])
     unloaded = image_request(folder, [replace(image, pixels_HWC=None), TEXT])
@@ -140,8 +145,8 @@ def test_what_an_engine_refuses_does_not_hinder_the_next_request(engine, folder)
     shifted = replace(shifted, images=(PlacedImage(start=2, image=image),))
     for bad, message in ((stray, r"token_ids\["), (unloaded, "pixels_HWC"), (shifted, "token_ids")):
         with pytest.raises(RuntimeError, match=f"ImageRequestError: .*{message}"):
-            engine.call("generate", bad)
-    check(engine, folder, image_request(folder, [image, TEXT]))
+            vision_engine.call("generate", bad)
+    check(vision_engine, folder, image_request(folder, [image, TEXT]))
 
 
 # --- Weight updates ---
@@ -161,42 +166,42 @@ def trainer(folder):
 
 
 @pytest.fixture
-def update(engine, trainer, folder):
-    with LiveTransfer.connected(trainer, engine, folder) as update:
+def update(vision_engine, trainer, folder):
+    with LiveTransfer.connected(trainer, vision_engine, folder) as update:
         yield update
 
 
 def test_features_of_an_older_tower_are_not_used_after_an_update(
-    engine, update, folder, new_folder
+    vision_engine, update, folder, new_folder
 ):
     assert update.layouts == [trace_engine_layouts(folder, 1, "float32")]
     request = image_request(folder, [load_image(folder, 8), TEXT, TEXT])
-    old = check(engine, folder, request)
-    cached = check(engine, folder, replace(request, request_id="cached"))
+    old = check(vision_engine, folder, request)
+    cached = check(vision_engine, folder, replace(request, request_id="cached"))
     assert cached.num_cached_tokens == CPU_BLOCK_TOKENS
     probe = [*range(20), IMAGE_ID, VIDEO_ID, *range(20, 30)]
     for version, each in enumerate((new_folder, folder), 1):
         update(each, version)
         probe_logp_T = prompt_logps(each, probe)
-        found_T = torch.tensor(engine.call("compute_prompt_log_probs", probe))
+        found_T = torch.tensor(vision_engine.call("compute_prompt_log_probs", probe))
         torch.testing.assert_close(found_T, probe_logp_T, rtol=TOLERANCE, atol=TOLERANCE)
-        got = check(engine, each, replace(request, request_id=each.name))
+        got = check(vision_engine, each, replace(request, request_id=each.name))
         assert (got.version, got.num_cached_tokens) == (version, 0)
         if each is new_folder:
             assert max(abs(a - b) for a, b in zip(got.logps, old.logps, strict=False)) > 1e-2
 
 
 def test_a_held_request_goes_on_with_the_features_of_the_new_tower(
-    engine, update, folder, new_folder
+    vision_engine, update, folder, new_folder
 ):
     update(folder, 1)
     image = load_image(folder, 9)
     request = image_request(folder, [image, TEXT], max_tokens=400, temperature=0.0)
-    running = engine.begin("generate", request)
-    while engine.call("num_sampled") < 20:
+    running = vision_engine.begin("generate", request)
+    while vision_engine.call("num_sampled") < 20:
         assert not running.done(), "it was over before it could be held"
     update(new_folder, 2, hold=True)
-    got = running.result(60)
+    got = running.result(DEADLINE_S)
     assert set(got.versions) == {1, 2}
     tokens = torch.tensor(got.token_ids)
     for version, each in ((1, folder), (2, new_folder)):

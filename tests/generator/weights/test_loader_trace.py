@@ -26,6 +26,8 @@ from tests.reshard.rollout_cuts import engine_layouts
 from tests.tiny_models import make_tiny_model
 from tests.vision_models import VISION_FAMILIES
 
+pytestmark = pytest.mark.usefixtures("inspect_models_in_process")
+
 
 @pytest.fixture
 def config(tmp_path):
@@ -66,6 +68,10 @@ MODELS = {
 }
 
 
+QUICK_MODELS = {("qwen3", 1), ("qwen3 untied", 2), ("qwen3_moe", 4)}
+"""Models and numbers of tensor ranks that `make test` compares."""
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory):
     """Writes a model of MODELS once."""
@@ -92,8 +98,14 @@ def loaded_by_vllm(folder, tensors, tensor_size):
             yield dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "tensor_size"),
+    [
+        pytest.param(name, size, marks=() if (name, size) in QUICK_MODELS else pytest.mark.extended)
+        for name in MODELS
+        for size in (1, 2, 4)
+    ],
+)
 def test_traced_rectangles_make_what_vllm_loads(folder_of, name, tensor_size):
     """They also equal the layouts by hand that plans are tested with."""
     folder = folder_of(name)
@@ -106,6 +118,7 @@ def test_traced_rectangles_make_what_vllm_loads(folder_of, name, tensor_size):
     check_against_vllm(folder, layouts)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tensor_size", [1, 2])
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_vision_towers_are_traced_like_decoders(tmp_path, family, tensor_size):
@@ -134,6 +147,7 @@ def comparable(layout):
     return {shard.name: (shard.shape, frozenset(shard.blocks)) for shard in layout}
 
 
+@pytest.mark.extended
 def test_a_tensor_that_vllm_would_load_only_in_part_is_an_error(tmp_path):
     # vLLM's Qwen2 takes the head's width to be hidden size over heads, whatever config.json says.
     folder = make_tiny_model("qwen2", tmp_path, **(ODD_VOCAB | {"hidden_size": 32}))
