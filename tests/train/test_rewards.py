@@ -110,14 +110,14 @@ def test_functions_that_hang_or_die_mask_their_trajectory(
     texts = ["good \\boxed{1}", "hang", "die", "good \\boxed{2}"]
     rows = [row(f"t{index}", prompt, text) for index, text in enumerate(texts)]
     trees = [RolloutTree(prompt=prompt, trajectories=rows)]
-    with open_rubric(replace(gated, timeout_s=2.0)) as rubric:
+    with open_rubric(replace(gated, timeout_s=5.0)) as rubric:
         rollout_batch = rollout_batch_of(trees, rubric)
         batch = pack_trees(trees)
         batch = RewardResolver(components).resolve(rollout_batch, batch)
     assert batch.reward_B.tolist() == [2.0, 0.0, 0.0, 1.0]
     assert batch.mask_BT.any(dim=1).tolist() == [True, False, False, True]
     assert batch.group_B.tolist() == [0, 1, 2, 0]
-    assert "within 2 s" in rows[1].reward_error and "exit code 9" in rows[2].reward_error
+    assert "within 5 s" in rows[1].reward_error and "exit code 9" in rows[2].reward_error
     assert "2 trajectories" in caplog.text and "t1" in caplog.text
     assert rollout_batch.metrics()["rollout/reward_unfiltered"] == 1.5
     write_trees(tmp_path / "trees.jsonl", trees, stage="rl", step=1)

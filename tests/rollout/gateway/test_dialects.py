@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import anthropic
+import openai
 import pytest
 
 from mega_agentrl.rollout.gateway import server
@@ -27,8 +29,10 @@ TURNS = [
 
 
 @pytest.fixture(params=CLIENTS)
-def make_client(request):
-    """Makes a client of one SDK from address and key."""
+def make_client(request, monkeypatch):
+    """Makes a client of one SDK from address and key; its retries come at once."""
+    for sdk in (openai, anthropic):
+        monkeypatch.setattr(sdk._base_client, "INITIAL_RETRY_DELAY", 0.001)
     return CLIENTS[request.param]
 
 
@@ -90,7 +94,11 @@ async def test_streams_give_the_same_messages(codec, make_client):
 
 @pytest.mark.parametrize(
     "alteration",
-    ["without_reasoning", "with_other_json", "with_parts", "with_strings", "with_other_ids"],
+    [
+        *("without_reasoning", "with_other_json", "with_parts"),
+        pytest.param("with_strings", marks=pytest.mark.extended),
+        pytest.param("with_other_ids", marks=pytest.mark.extended),
+    ],
 )
 async def test_histories_that_clients_alter_continue_the_same_context(
     codec, make_client, alteration
@@ -115,9 +123,16 @@ UNUSUAL_ARGUMENTS = {
     "nested": '{"a": ' + "[" * 150 + "]" * 150 + "}",
     "none": "{}",
 }
+QUICK_ARGUMENTS = ("large_numbers", "half_a_surrogate_pair")
 
 
-@pytest.mark.parametrize("arguments", UNUSUAL_ARGUMENTS.values(), ids=UNUSUAL_ARGUMENTS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(text, id=name, marks=() if name in QUICK_ARGUMENTS else pytest.mark.extended)
+        for name, text in UNUSUAL_ARGUMENTS.items()
+    ],
+)
 async def test_unusual_arguments_come_back_in_the_same_context(codec, make_client, arguments):
     body = f'{{"name": "add", "arguments": {arguments}}}'
     turns = [f"<tool_call>{body}</tool_call>", "It is 10."]
@@ -164,6 +179,7 @@ async def test_spent_budget_is_a_stop_for_length_then_an_error_without_retry(
     assert session.stop_reason is reason
 
 
+@pytest.mark.extended
 async def test_other_keys_are_refused(codec, make_client):
     async with open_scripted_session(codec, ["Hello."]) as (url, _, _, script):
         client = make_client(url, "sk-guess")
@@ -172,6 +188,7 @@ async def test_other_keys_are_refused(codec, make_client):
     assert not script.requests
 
 
+@pytest.mark.extended
 async def test_key_may_be_part_of_the_base_url(codec, make_client):
     async with open_scripted_session(codec, ["Hello."]) as (url, key, _, _):
         reply = await make_client(f"{url}/sessions/{key}", "unused").ask([QUESTION])
@@ -208,6 +225,7 @@ async def test_engine_failure_is_retried_and_the_retry_continues(codec, make_cli
     assert session.stop_reason is StopReason.eos
 
 
+@pytest.mark.extended
 async def test_engine_failures_without_end_are_the_servers_error(codec, make_client):
     async with open_scripted_session(codec, TURNS) as (url, key, session, script):
         client = make_client(url, key, max_retries=0)
@@ -217,6 +235,7 @@ async def test_engine_failures_without_end_are_the_servers_error(codec, make_cli
     assert session.stop_reason is StopReason.aborted
 
 
+@pytest.mark.extended
 async def test_events_that_keep_a_stream_open_are_ignored(codec, make_client, monkeypatch):
     monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.02)
     async with open_scripted_session(codec, TURNS) as (url, key, session, script):

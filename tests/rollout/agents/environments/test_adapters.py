@@ -72,11 +72,10 @@ def expire_hanging_calls(monkeypatch, games):
     async def run_with_deadline(work, timeout_s):
         assert timeout_s == STEP_TIMEOUT_S
         task = asyncio.ensure_future(work)
-        while not task.done():
+        while not (await asyncio.wait({task}, timeout=0.01))[0]:
             if games.only_hanging_left:
                 task.cancel()
                 raise DeadlineExceededError(f"not done within {timeout_s} s")
-            await asyncio.wait({task}, timeout=0.01)
         return task.result()
 
     monkeypatch.setattr(episode, "run_with_deadline", run_with_deadline)
