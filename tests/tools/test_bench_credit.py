@@ -9,6 +9,8 @@ import pytest
 from tools.bench_credit import Sampler, algorithms, measure
 from tools.credit.games import Game, all_games, make_game
 
+pytestmark = pytest.mark.extended
+
 ARGUMENTS = Namespace(batches=12, turns=32, seed=0)
 
 

@@ -1,13 +1,9 @@
-"""The benchmarks: every case prints its line, and what they simulate and count is right."""
+"""What the benchmarks simulate and count; `test_quick_forms` runs them whole."""
 
 import asyncio
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.types.records import GenerateRequest
@@ -29,111 +25,7 @@ from tools import (
 )
 from tools.measurement import PeakMemory, bench_line, select_cases
 
-TOOLS = Path(bench_driver.__file__).parent
-TINY_MODEL = [
-    *("--hidden-size", "256", "--intermediate-size", "512", "--num-hidden-layers", "4"),
-    *("--num-attention-heads", "4", "--num-key-value-heads", "2", "--vocab-size", "2048"),
-]
-
-
-def run_benchmark(name, *arguments):
-    """Run a script, which also compares the outputs of both sides; return its lines by case."""
-    command = [sys.executable, "-W", "ignore", str(TOOLS / f"bench_{name}.py"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(text) for text in done.stdout.splitlines()]
-    assert {line["bench"] for line in lines} == {name}
-    return {line["case"]: line for line in lines}
-
-
-@pytest.mark.slow(40)
-@pytest.mark.parametrize(
-    ("name", "arguments", "unit_by_case"),
-    [
-        (
-            "logprob",
-            ["--vocab", "256", "--repeats", "1"],
-            {"memory/T2048/TP1": "MiB", "forward_backward/T2048/TP2": "s"},
-        ),
-        (
-            "replay",
-            ["--requests", "4", "--tokens", "8", "--repeats", "1"],
-            {"rollout/bytes": "bytes", "batch/bytes": "bytes", "update/seconds": "s"},
-        ),
-        (
-            "sandbox",
-            ["--calls", "12"],
-            {
-                "p50/plain": "s",
-                "p99/numpy": "s",
-                "stateful/p50": "s",
-                "fork/p99": "s",
-                "memory/session": "MiB",
-            },
-        ),
-    ],
-    ids=["logprob", "replay", "sandbox"],
-)
-def test_chosen_cases_are_measured(name, arguments, unit_by_case):
-    lines = run_benchmark(name, *arguments, "--cases", ",".join(unit_by_case))
-    assert {case: line["unit"] for case, line in lines.items()} == unit_by_case
-    assert all(line["ours"] and line["baseline"] for line in lines.values())
-
-
-@pytest.mark.slow(60)
-def test_resharding_sends_a_rank_only_its_half_of_the_model():
-    sizes = (*TINY_MODEL, "--bucket-mib", "1", "--repeats", "1", "--cases", "*/gloo*")
-    lines = run_benchmark("reshard", *sizes)
-    assert {line["unit"] for line in lines.values()} == {"s", "MiB", "share"}
-    # 4 layers of 787,200 elements, 2 tables of 2,048 x 256 and a norm, in float32: each of two
-    # ranks gets its half by our path, norms and headers aside.
-    whole = lines["received/gloo/verl"]["baseline"]
-    assert whole == pytest.approx((4 * 787_200 + 2 * 2048 * 256 + 256) * 4 / 2**20, rel=1e-4)
-    assert lines["received/gloo/verl"]["ours"] == pytest.approx(whole / 2, rel=0.01)
-
-
-@pytest.mark.slow(30)
-def test_both_rollout_loops_complete_every_group(assets):
-    folders = ("--model", f"{assets}/model", "--data", str(assets))
-    lines = run_benchmark("rollout", *folders, "--prompts", "4", "--flight", "8", "--batches", "1")
-    assert lines["stream/leaked"]["ours"] == lines["stream/leaked"]["baseline"] == 0
-    assert lines["stream/sampled"]["ours"] > 0
-
-
-def test_actor_and_transformers_take_the_same_first_step():
-    sizes = ("--tokens", "64", "--row", "16", "--layers", "2", "--hidden", "64", "--heads", "4")
-    sizes += ("--kv-heads", "2", "--intermediate", "96", "--vocab", "128", "--repeats", "1")
-    lines = run_benchmark("actor", *sizes)
-    steps, tokens, mfu, memory = lines.values()
-    assert next(iter(lines)) == "step/L2/H64/T64"
-    for side in ("ours", "baseline"):
-        assert tokens[side] * steps[side] == pytest.approx(64, rel=1e-3)
-    if not torch.cuda.is_available():
-        assert mfu["ours"] is memory["ours"] is None
-
-
-def test_a_rank_receives_the_share_of_its_data_rank(capsys):
-    # The script also compares what the data ranks get with the batch.
-    sizes = ("--rows", "32", "--tokens", "256", "--data", "4")
-    assert bench_batch.main(sizes) == 0
-    lines = {one["case"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert tuple(lines) == bench_batch.CASES
-    sent, received = lines["sent/step"], lines["received/rank"]
-    assert received["ours"] == pytest.approx(sent["ours"] / 4, rel=1e-3)
-    # Four machines get the padded batch twice, and a rank unpickles it three times.
-    assert received["baseline"] == pytest.approx(3 * sent["baseline"] / (2 * 4), rel=1e-3)
-
-
-@pytest.mark.slow(60)
-def test_trees_and_flat_rows_and_a_dense_mask_agree():
-    # The script compares losses, gradient norms and log-probs of the three sides.
-    sizes = ("--layers", "1", "--hidden", "64", "--intermediate", "64", "--vocab", "64")
-    cases = ("--cases", "*/arpo/*", "--repeats", "1", "--cpu-time")
-    lines = run_benchmark("tree", *sizes, *cases)
-    assert {line["unit"] for line in lines.values()} == {"s", "MiB"}
-    flat, dense = lines["update/arpo/flat"], lines["update/arpo/dense"]
-    assert flat["ours"] == dense["ours"]
-    assert flat["tokens_ratio"] > 1.5 and dense["tokens_ratio"] == 1
+pytestmark = pytest.mark.extended
 
 
 def test_the_tokens_of_the_trees_by_hand():
@@ -147,14 +39,6 @@ def test_the_tokens_of_the_trees_by_hand():
         rows = row_lengths(batch)
         assert rows.input_length_R.sum() == flat
         assert (rows.input_length_R - rows.shared_input_length_R).sum() == unique
-
-
-def test_driver_seconds_add_up():
-    # In a process of its own: the peak of its memory counts.
-    lines = run_benchmark("driver", "--rows", "32", "--tokens", "256", "--share", "1")
-    assert tuple(lines) == bench_driver.CASES
-    *parts, together, _ = lines.values()
-    assert together["ours"] == pytest.approx(sum(line["ours"] for line in parts), abs=0.003)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from tools.chaos_parts.outcome import RunOutcome, differences, read_outcome
 from tools.chaos_parts.processes import RUN_ENV_VAR, ProcessTracker
 from tools.chaos_parts.run import KINDS, RunHistory, plan_kills, rl_steps
 
+pytestmark = pytest.mark.extended
+
 OUTCOME = RunOutcome(
     prompts=(("a", "b"), ("c", "d")), losses=(0.5, 0.25), num_failed=(0, 0), lines=()
 )
@@ -70,7 +72,7 @@ def test_a_tracker_finds_children_with_other_environments_and_orphans(tmp_path):
     )
     tracker, other = ProcessTracker(str(tmp_path)), ProcessTracker("other")
     try:
-        ends_at = time.monotonic() + 30
+        ends_at = time.monotonic() + 240
         while not any(words == "sleep 60" for words in tracker.scan().values()):
             assert time.monotonic() < ends_at
             time.sleep(0.05)

@@ -4,6 +4,8 @@ import pytest
 
 from tools.check_gpu_lock import PYTHONS, Package, find_conflicts, main
 
+pytestmark = pytest.mark.extended
+
 VLLM = Package(
     version="0.32.0",
     requires=[

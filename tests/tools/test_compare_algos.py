@@ -17,6 +17,8 @@ from tools.compare.result_file import ResultFile
 from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
 from tools.compare.task_runner import TaskRunner
 
+pytestmark = pytest.mark.extended
+
 
 def exit_code(arguments):
     try:

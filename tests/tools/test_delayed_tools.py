@@ -9,6 +9,8 @@ from tests.fakes import FakeTools
 from tools import delayed_tools
 from tools.delayed_tools import DelayedTools, latency_s
 
+pytestmark = pytest.mark.extended
+
 
 def test_latencies_have_the_median_and_the_tail_they_say():
     drawn = sorted(latency_s(f"python {{'code': '{n}'}}") for n in range(4000))

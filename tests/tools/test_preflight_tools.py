@@ -110,16 +110,22 @@ def test_answers_are_those_of_the_tool(call):
     [
         ("root", ToolStatus.user_error),
         ("broken", ToolStatus.infra_error),
-        ("Slow", ToolStatus.timeout),
         ("Unstarted", ToolStatus.infra_error),
     ],
 )
-def test_a_call_that_fails_is_a_problem(call, monkeypatch, name, status):
-    monkeypatch.setattr(user_tools, "STEP_TIMEOUT_S", 2.0)
+def test_a_call_that_fails_is_a_problem(call, name, status):
     calls, (problem,), _ = call("double", name)
     assert [one.status for one in calls] == [ToolStatus.ok, ToolStatus.ok, status]
     assert problem.config_key == "tool.user_tools_file"
     assert name.lower() in problem.message
+
+
+def test_a_call_that_does_not_end_is_a_problem(call, monkeypatch):
+    monkeypatch.setattr(user_tools, "STEP_TIMEOUT_S", 0.5)
+    (timeout,), (problem,), _ = call("Slow")
+    assert timeout.status is ToolStatus.timeout
+    assert problem.config_key == "tool.user_tools_file"
+    assert "slow" in problem.message
 
 
 @pytest.mark.parametrize("name", ["silent", "Demanding"])

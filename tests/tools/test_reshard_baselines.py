@@ -8,6 +8,8 @@ from tests.reshard.model_cuts import make_shape
 from tools.reshard_bench.baselines import BASELINES, plan_buckets
 from tools.reshard_bench.model import make_shards, trainer_layouts
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.parametrize("peer", BASELINES)
 def test_a_baseline_sends_every_tensor_once_and_whole(peer):

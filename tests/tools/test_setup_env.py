@@ -58,7 +58,7 @@ def set_up(checkout, **variables):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     return completed.returncode, completed.stderr, calls.read_text().splitlines()
@@ -74,6 +74,7 @@ def test_gpu_environment_has_neither_transformer_engine_nor_apex_by_default(chec
     assert set_up(checkout) == (0, "", [])
 
 
+@pytest.mark.extended
 def test_transformer_engine_and_apex_are_built_once_after_the_rest(checkout):
     assert set_up(checkout)[0] == 0
     code, errors, calls = set_up(checkout, WITH_TE="1", WITH_APEX="1")
@@ -91,6 +92,7 @@ def test_transformer_engine_and_apex_are_built_once_after_the_rest(checkout):
     assert te in calls[2:] and apex in calls[2:]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("program", "cause"), [("nvcc", "no nvcc"), ("c++", "no C++ compiler")])
 def test_missing_toolkit_or_compiler_is_named(checkout, program, cause):
     (checkout.parent / "programs" / program).unlink()
@@ -106,6 +108,7 @@ def test_missing_toolkit_or_compiler_is_named(checkout, program, cause):
     assert not any("apex" in call for call in calls)
 
 
+@pytest.mark.extended
 def test_kernels_for_gpus_are_refused_in_a_cpu_environment(checkout):
     code, errors, _ = set_up(checkout, WITH_TE="1", DEVICE="cpu")
     assert code == 2

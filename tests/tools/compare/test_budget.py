@@ -2,9 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from mega_agentrl.types.records import Role, RolloutTree, StopReason
 from tests.fakes import OUTCOME, make_prompt, make_trajectory
 from tools.compare.budget import Budget, RolloutCost
+
+pytestmark = pytest.mark.extended
 
 TOKENS = Budget(num_tokens=3000, num_steps=None, num_evaluations=4)
 STEPS = Budget(num_tokens=1, num_steps=10, num_evaluations=10)

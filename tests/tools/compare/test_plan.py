@@ -24,6 +24,8 @@ from tools.compare.plan import (
     plan_run,
 )
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def options(assets):

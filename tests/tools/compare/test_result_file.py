@@ -11,6 +11,8 @@ from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tools.compare.result_file import ResultFile, digest_settings
 from tools.compare.run import FinishedRun
 
+pytestmark = pytest.mark.extended
+
 START = EvalCostPoint(num_tokens=0, num_tool_calls=0, reward=0.3, success=0.3)
 
 

@@ -30,6 +30,8 @@ from tools.compare.run import (
     run_once,
 )
 
+pytestmark = pytest.mark.extended
+
 PROMPTS = [make_prompt(f"p{number}", f"Q{number}") for number in range(10)]
 BUDGET = Budget(num_tokens=3000, num_steps=None, num_evaluations=4)
 SETTINGS = {"algo": {"kl_coef": 0.0}, "seed": 1}

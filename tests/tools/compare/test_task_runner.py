@@ -12,6 +12,8 @@ from tools.compare.budget import Budget
 from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
 from tools.compare.task_runner import TaskRunner, choose_learning_rate
 
+pytestmark = pytest.mark.extended
+
 BEST = {"grpo": 1e-4, "arpo": 4e-4}
 
 
