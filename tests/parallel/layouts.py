@@ -3,6 +3,7 @@
 A cell is a model and a way to cut it: one value for each of `AXES`. Not every combination is a
 layout (`is_valid`); `GRID` holds those that are. `pairwise` picks cells such that every two
 values of two axes that stand together in some cell of the grid stand together in a picked one.
+`QUICK` is the part of these cells that is enough for every two values of two cuts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "distributed_optimizer": (False, True),
     "recompute": tuple(Recompute),
 }
+CUTS = tuple(AXES)[1:9]
+"""The axes that say which rank holds what and computes what; the model and the rest are options."""
 Cell = dict[str, Any]
 
 
@@ -73,6 +76,12 @@ def pairs_of(cell: Cell) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return set(combinations(cell.items(), 2))
 
 
+def pairs_of_cuts(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
+    """Return every pair of (axis, value) of two cuts, and every single (axis, value)."""
+    pairs = combinations([(axis, cell[axis]) for axis in CUTS], 2)
+    return {*pairs, *((item,) for item in cell.items())}
+
+
 def pairwise(grid: list[Cell]) -> list[Cell]:
     """Pick cells that contain every pair of the grid.
 
@@ -87,11 +96,22 @@ def pairwise(grid: list[Cell]) -> list[Cell]:
     return picked
 
 
+def without_redundant(cells: list[Cell]) -> list[Cell]:
+    """Leave out, from the last to the first, each cell whose `pairs_of_cuts` the others have."""
+    picked = list(cells)
+    for cell in reversed(cells):
+        others = [other for other in picked if other is not cell]
+        if pairs_of_cuts(cell) <= set().union(*map(pairs_of_cuts, others)):
+            picked = others
+    return picked
+
+
 GRID = [
     cell
     for values in product(*AXES.values())
     if is_valid(cell := dict(zip(AXES, values, strict=True)))
 ]
 COVER = pairwise(GRID)
+QUICK = without_redundant(COVER)
 EACH_ONCE = [cell for number, cell in enumerate(GRID) if number % 3 == number // 3 % 3]
 """Each cut of each model once, with the ways to recompute in turn; `recompute` is the last axis."""

@@ -2,7 +2,8 @@
 
 Every layout against transformers and torch in one process: log-probs and entropy within 1e-4,
 the gradient of the whole objective within 1e-4 of each tensor's norm, losses of AdamW's steps.
-A covering subset of the grid by default, every cut of every model under the marker `slow`.
+The layouts of `QUICK` by default, those of `COVER` under the marker `extended`, every cut of every
+model under `slow`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, padded_vocab_size
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.parallel.conftest import BUDGETS
-from tests.parallel.layouts import COVER, EACH_ONCE, GRID, MODELS, name_of
+from tests.parallel.layouts import COVER, EACH_ONCE, GRID, MODELS, QUICK, name_of
 from tests.parallel.merge import TINY_SHARE, assemble, relative_errors, scores_by_row
 from tests.parallel.reference import NUM_STEPS
 
 REST = [cell for cell in EACH_ONCE if cell not in COVER]
 CELLS = [
-    *(pytest.param(cell, id=name_of(cell)) for cell in COVER),
+    *(
+        pytest.param(cell, id=name_of(cell), marks=() if cell in QUICK else pytest.mark.extended)
+        for cell in COVER
+    ),
     *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in REST),
 ]
 every_layout = pytest.mark.parametrize("cell", CELLS, scope="session")

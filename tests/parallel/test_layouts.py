@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from tests.parallel.layouts import AXES, COVER, GRID, name_of, pairs_of
+from tests.parallel.layouts import AXES, COVER, GRID, QUICK, name_of, pairs_of, pairs_of_cuts
 
 
 def test_the_cover_is_small_and_has_every_pair_that_the_grid_has():
@@ -12,6 +12,12 @@ def test_the_cover_is_small_and_has_every_pair_that_the_grid_has():
     assert len({name_of(cell) for cell in GRID}) == len(GRID) > 200
     assert len(COVER) <= 20
     assert set().union(*map(pairs_of, COVER)) == set().union(*map(pairs_of, GRID))
+
+
+def test_the_quick_part_has_every_value_and_every_pair_of_two_cuts():
+    assert len(QUICK) <= 8
+    assert all(cell in COVER for cell in QUICK)
+    assert set().union(*map(pairs_of_cuts, QUICK)) == set().union(*map(pairs_of_cuts, GRID))
 
 
 def test_only_impossible_pairs_are_missing_from_the_grid():
