@@ -44,8 +44,11 @@ _MAX_NOISE_LINES = 10_000
 _MAX_PAGES = 100
 _STOP_GRACE_S = 2.0
 """Time that a server gets to end by itself when its input is closed, as the protocol asks for."""
+_LAST_WORDS_TIMEOUT_S = 5.0
+"""Time that a server whose output has ended gets to end and say why, which only errors wait for."""
 _HTTP_TIMEOUT_S = 30.0
 _CLOSED = "closed"
+_ENDED = "the server has ended"
 _CLIENT_INFO = mcp_types.Implementation(name="mega_agentrl", version="0.1.0")
 
 _log = logging.getLogger(__name__)
@@ -127,6 +130,8 @@ class McpConnection:
         self._stop.set()
         if self._owner is None:
             return
+        if self._session is None:  # it is still shaking hands
+            self._owner.cancel()
         _, running = await asyncio.wait({self._owner}, timeout=2 * _STOP_GRACE_S)
         if running:
             self._owner.cancel()
@@ -153,6 +158,7 @@ class McpConnection:
                 raise ValueError(self._config.redact(error.message)) from None
             if error.code == mcp_types.CONNECTION_CLOSED:
                 self._loss = self._loss or "the server closed the connection"
+                await self._wait_for_stderr()
             raise self._error(f"{error.message} (code {error.code})") from None
         except ValueError as error:  # of pydantic: it contains the whole answer
             raise self._error("it sent an answer that is not of the protocol") from error
@@ -189,10 +195,10 @@ class McpConnection:
                 ready.cancel()
 
     async def _wait_for_stderr(self) -> None:
-        """Give a server that is ending the time to say why."""
-        if self._process is not None:
+        """Read what a server that is ending says, which may come after the end of its output."""
+        if self._process is not None and self._loss == _ENDED:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(_LAST_WORDS_TIMEOUT_S):
                     await self._process.wait()
 
     @asynccontextmanager
@@ -253,7 +259,7 @@ class McpConnection:
                 self._loss = f"it wrote a line of more than {MAX_MESSAGE_BYTES >> 20} MiB"
                 return
             if not line.endswith(b"\n"):
-                self._loss = self._loss or "the server has ended"
+                self._loss = self._loss or _ENDED
                 return
             try:
                 message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
