@@ -77,7 +77,7 @@ def threads_left_behind(rank_info, config, batch):
     policy.close()
     del policy
     gc.collect()
-    ends_at = time.monotonic() + 10
+    ends_at = time.monotonic() + 120
     while (left := len(os.listdir("/proc/self/task")) - before) > 0 and time.monotonic() < ends_at:
         time.sleep(0.05)
     return with_policy, left

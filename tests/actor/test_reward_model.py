@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from mega_agentrl.actor.reward_model import RewardModelRank
+from tests.actor.circles import mark_extended
 from tests.actor.role_jobs import run_role
 from tests.tiny_models import REWARDS, make_tiny_model
 
@@ -20,7 +23,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=REWARDS)
+@pytest.fixture(scope="module")
 def judged(request, tmp_path_factory, batch):
     """Return (folder, transformers' scores, batch with one empty response)."""
     import transformers
@@ -41,7 +44,19 @@ def judged(request, tmp_path_factory, batch):
     return str(folder), torch.tensor(scores), batch
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("judged", "layout"),
+    mark_extended(
+        product(REWARDS, LAYOUTS),
+        quick=[
+            ("llama_reward", "TP2 SP"),
+            ("qwen2_reward", "PP2 VP2"),
+            ("qwen3_reward", "DP2"),
+            ("qwen3_reward", "CP2"),
+        ],
+    ),
+    indirect=["judged"],
+)
 def test_scores_are_those_of_transformers(layout, judged, rank_pool, train_config):
     folder, expected_B, batch = judged
     config = train_config(folder, **LAYOUTS[layout])
@@ -56,6 +71,7 @@ def test_scores_are_those_of_transformers(layout, judged, rank_pool, train_confi
     torch.testing.assert_close(got_B, expected_B[rows], atol=1e-4, rtol=0.0)
 
 
+@pytest.mark.parametrize("judged", REWARDS, indirect=True)
 def test_neither_padding_nor_the_token_after_a_row_is_read(judged, rank_pool, train_config):
     folder, expected_B, batch = judged
     past_BT = torch.arange(batch.response_BT.size(1))[None, :] >= batch.length_B[:, None]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from mega_agentrl.actor.checkpoint.hf_export import convert_checkpoint_to_hf
 from mega_agentrl.config.enums import Dtype
 from tests.actor.checkpoint.checkpoint_jobs import call_all
+from tests.actor.circles import mark_extended
 from tests.parallel.merge import scores_by_row
 from tests.vision_batches import load_vision_model, make_vision_batch, score_rows
 from tests.vision_models import VISION_FAMILIES, make_vision_model
@@ -42,11 +43,19 @@ def is_vision(name):
     return "visual." in name
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen3_vl", {"tensor": 2}),
+        pytest.param("qwen2_5_vl", {"tensor": 2, "data": 2}, marks=pytest.mark.extended),
+        pytest.param("qwen3_vl", {"tensor": 2, "data": 2}, marks=pytest.mark.extended),
+    ],
+    ids=["qwen3_vl-TP2", "qwen2_5_vl-TP2-DP2", "qwen3_vl-TP2-DP2"],
+)
 def test_trained_weights_give_the_same_log_probs_in_transformers(
-    rank_pool, config_of, folders, tmp_path, family
+    rank_pool, config_of, folders, tmp_path, family, layout
 ):
-    batch, config = make_vision_batch(folders[family]), config_of(family, tensor=2, data=2)
+    batch, config = make_vision_batch(folders[family]), config_of(family, **layout)
     calls = [
         ("load", folders[family]),
         ("steps", batch, 2),
@@ -54,7 +63,7 @@ def test_trained_weights_give_the_same_log_probs_in_transformers(
         ("export", tmp_path / "hf"),
         ("save", tmp_path / "run/one"),
     ]
-    ranks = rank_pool.run(call_all, 4, config, calls)
+    ranks = rank_pool.run(call_all, config.parallel.world_size, config, calls)
     got_BT, _ = scores_by_row([rank[2] for rank in ranks], batch)
     expected_BT = logp_in_transformers(tmp_path / "hf", batch)
     torch.testing.assert_close(got_BT, expected_BT, rtol=0, atol=1e-4)
@@ -69,7 +78,9 @@ def test_trained_weights_give_the_same_log_probs_in_transformers(
     assert all(torch.equal(converted[name], value) for name, value in exported.items())
 
 
-@pytest.mark.parametrize("dtype", [Dtype.float32, Dtype.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", mark_extended([Dtype.float32, Dtype.bfloat16], quick=[Dtype.bfloat16])
+)
 def test_a_frozen_tower_has_no_state_and_does_not_move(
     rank_pool, config_of, folders, tmp_path, dtype
 ):
@@ -100,7 +111,7 @@ def test_a_frozen_tower_has_no_state_and_does_not_move(
         assert message.startswith("model.freeze_vision=false")
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", mark_extended(VISION_FAMILIES, quick=["qwen2_5_vl"]))
 def test_a_run_goes_on_from_its_checkpoint_in_another_layout(
     rank_pool, config_of, folders, tmp_path, family
 ):

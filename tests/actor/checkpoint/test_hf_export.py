@@ -19,6 +19,7 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.checkpoint.checkpoint_jobs import call_all
+from tests.actor.circles import mark_extended
 from tests.parallel.reference import load_model, score
 from tests.tiny_models import POLICIES, make_tiny_model
 
@@ -53,7 +54,7 @@ def torch_logp(folder, batch):
         return score(load_model(folder), batch, 1.0)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mark_extended(LAYOUTS, quick=["qwen2", "qwen3_moe"]))
 def test_every_layout_writes_the_weights_it_has_read(
     name, folders, rank_pool, train_config, tmp_path
 ):
@@ -72,7 +73,7 @@ def test_every_layout_writes_the_weights_it_has_read(
             assert key in load_file(tmp_path / "out/hf" / file)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", mark_extended(POLICIES, quick=["qwen3_moe"]))
 def test_trained_weights_give_the_same_log_probs_in_transformers(
     name, folders, rank_pool, train_config, batch, tmp_path
 ):

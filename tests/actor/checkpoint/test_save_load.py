@@ -14,6 +14,7 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.runtime.free_port import free_port
 from tests.actor.checkpoint.checkpoint_jobs import call_all
+from tests.actor.circles import mark_extended
 from tests.parallel.pool import fork_server
 from tests.tiny_models import make_tiny_model
 
@@ -28,96 +29,83 @@ def config_of(model, dtype=Dtype.float32, **layout):
     return config
 
 
+# Job: the model, the layout, and the saved job that it resumes, if it does not save itself.
+EXPERTS = {"tensor": 2, "data": 2, "expert": 2, "sequence_parallel": True}
+JOBS = {
+    "dense TP2-PP2": ("dense", {"tensor": 2, "pipeline": 2}, None),
+    "tied TP2-PP2": ("tied", {"tensor": 2, "pipeline": 2}, None),
+    "moe TP2-DP2-EP2": ("moe", EXPERTS | {"distributed_optimizer": False}, None),
+    "moe DP2-EP2": ("moe", {"data": 2, "expert": 2}, None),
+    "dense DP2": ("dense", {"data": 2}, None),
+    "bf16 DP2": ("bf16", {"data": 2}, None),
+    "dense on TP4": ("dense", {"tensor": 4}, "dense TP2-PP2"),
+    "dense on TP2": ("dense", {"tensor": 2}, "dense DP2"),
+    "tied on PP2-virtual-DP2": (
+        "tied",
+        {"pipeline": 2, "virtual_pipeline": 2, "data": 2},
+        "tied TP2-PP2",
+    ),
+    "moe on PP2": ("moe", {"pipeline": 2}, "moe TP2-DP2-EP2"),
+    "dense TP2-PP2 on one": ("dense", {}, "dense TP2-PP2"),
+    "tied TP2-PP2 on one": ("tied", {}, "tied TP2-PP2"),
+    "moe DP2-EP2 on one": ("moe", {}, "moe DP2-EP2"),
+    "dense DP2 on one": ("dense", {}, "dense DP2"),
+    "bf16 DP2 on one": ("bf16", {}, "bf16 DP2"),
+    "dense DP2 on one, plain": ("dense", {"distributed_optimizer": False}, "dense DP2"),
+}
+
+
 class Runs:
-    """All jobs of the ranks; results by name, then [rank][call]."""
+    """Jobs of the ranks, each run when a test first asks for its results by [rank][call]."""
 
     def __init__(self, root, batch, pool):
         self.root = root
         self.pool = pool
         self.batch = batch
-        dense = {
-            tied: make_tiny_model("qwen3", root / f"dense-{tied}", tied=tied, **DENSE)
-            for tied in (False, True)
-        }
-        moe = make_tiny_model("qwen3_moe", root / "moe")
-        self.models = {"dense": dense[False], "tied": dense[True], "moe": moe, "bf16": dense[False]}
-        self.results = {}
-        self._save()
-        self._resume()
+        self._folders = {}
+        self._results = {}
 
-    def _save(self):
-        virtual = {"pipeline": 2, "virtual_pipeline": 2, "data": 2}
-        experts = {"tensor": 2, "data": 2, "expert": 2, "sequence_parallel": True}
-        self._run(
-            {
-                "dense TP2-PP2": self._saving("dense", tensor=2, pipeline=2),
-                "tied TP2-PP2": self._saving("tied", tensor=2, pipeline=2),
-                "dense on TP4": self._resuming("dense", "dense TP2-PP2", tensor=4),
-                "tied on PP2-virtual-DP2": self._resuming("tied", "tied TP2-PP2", **virtual),
-                "moe TP2-DP2-EP2": self._saving("moe", **experts, distributed_optimizer=False),
-                "moe DP2-EP2": self._saving("moe", data=2, expert=2),
-                "moe on PP2": self._resuming("moe", "moe TP2-DP2-EP2", pipeline=2),
-                "dense DP2": self._saving("dense", data=2),
-                "bf16 DP2": self._saving("bf16", data=2),
-                "wrong model": (
-                    config_of(self.models["tied"], data=2),
-                    [("refused", "resume", self.folder("dense DP2"))],
-                ),
-                "twice": (
-                    config_of(self.models["dense"], data=2),
-                    [
-                        ("load", self.models["dense"]),
-                        ("refused", "save", self.folder("dense DP2")),
-                        ("refused", "save", self.root / "unfit", {"x": {1, 2}}),
-                    ],
-                ),
-            },
-        )
+    def __getitem__(self, name):
+        if name not in self._results:
+            model, layout, saved = JOBS[name]
+            if saved is None:
+                calls = [
+                    ("load", self.model(model)),
+                    ("steps", self.batch, 2),
+                    ("save", self._folder(name), {"epoch": 3, "ids": [1, 2]}),
+                ]
+            else:
+                calls = [("resume", self.checkpoint(saved))]
+            calls += [("random",), ("values",), ("steps", self.batch, 3)]
+            self._results[name] = self.run(model, layout, calls)
+        return self._results[name]
 
-    def _resume(self):
-        damaged = self.root / "runs/damaged"
-        shutil.copytree(self.folder("dense DP2"), damaged)
-        data = damaged / "__1_0.distcp"
-        data.write_bytes(data.read_bytes()[:-1] + b"?")
-        saved = ("dense TP2-PP2", "tied TP2-PP2", "moe DP2-EP2", "dense DP2", "bf16 DP2")
-        jobs = {f"{name} on one": self._resuming(name.split()[0], name) for name in saved}
-        jobs["damaged"] = (
-            config_of(self.models["dense"]),
-            [("refused", "resume", damaged), ("refused", "resume", self.root)],
-        )
-        jobs["plain"] = self._resuming("dense", "dense DP2", distributed_optimizer=False)
-        self._run(jobs)
+    def run(self, model, layout, calls):
+        """Return the results of calls on each rank."""
+        dtype = Dtype.bfloat16 if model == "bf16" else Dtype.float32
+        config = config_of(self.model(model), dtype, **layout)
+        return self.pool.run(call_all, config.parallel.world_size, config, calls)
 
-    def folder(self, name):
+    def checkpoint(self, name):
+        """Return the folder that a job has saved."""
+        _ = self[name]
+        return self._folder(name)
+
+    def model(self, name):
+        """Return the folder of a model."""
+        if name == "bf16":
+            name = "dense"
+        if name not in self._folders:
+            folder = self.root / name
+            self._folders[name] = (
+                make_tiny_model("qwen3_moe", folder)
+                if name == "moe"
+                else make_tiny_model("qwen3", folder, tied=name == "tied", **DENSE)
+            )
+        return self._folders[name]
+
+    def _folder(self, name):
         return self.root / "runs" / name.replace(" ", "-")
-
-    def _saving(self, model, **layout):
-        name = " ".join([model, _name(layout)])
-        calls = [
-            ("load", self.models[model]),
-            ("steps", self.batch, 2),
-            ("save", self.folder(name), {"epoch": 3, "ids": [1, 2]}),
-            ("random",),
-            ("values",),
-            ("steps", self.batch, 3),
-        ]
-        dtype = Dtype.bfloat16 if model == "bf16" else Dtype.float32
-        return config_of(self.models[model], dtype, **layout), calls
-
-    def _resuming(self, model, saved, **layout):
-        calls = [("resume", self.folder(saved)), ("random",), ("values",), ("steps", self.batch, 3)]
-        dtype = Dtype.bfloat16 if model == "bf16" else Dtype.float32
-        return config_of(self.models[model], dtype, **layout), calls
-
-    def _run(self, jobs):
-        for name, (config, calls) in jobs.items():
-            num_ranks = config.parallel.world_size
-            self.results[name] = self.pool.run(call_all, num_ranks, config, calls)
-
-
-def _name(layout):
-    short = {"tensor": "TP", "pipeline": "PP", "data": "DP", "expert": "EP"}
-    return "-".join(f"{short[key]}{size}" for key, size in layout.items() if key in short)
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +113,11 @@ def runs(tmp_path_factory, batch, rank_pool):
     return Runs(tmp_path_factory.mktemp("checkpoints"), batch, rank_pool)
 
 
-def whole(ranks, call):
-    """Assemble full tensors by (kind, name) from all ranks; replicas must agree."""
+def merged(ranks):
+    """Assemble the full tensors of a job by (kind, name) from all ranks; replicas must agree."""
     found = {}
     for rank in ranks:
-        for kind, name, rect, value in rank[call]:
+        for kind, name, rect, value in rank[-2]:
             found.setdefault((kind, name), {}).setdefault(rect, value)
             assert torch.equal(found[kind, name][rect], value), (kind, name)
     tensors = {}
@@ -144,68 +132,80 @@ def whole(ranks, call):
     return tensors
 
 
-RESUMED = {
-    "dense on TP4": "dense TP2-PP2",
-    "tied on PP2-virtual-DP2": "tied TP2-PP2",
-    "moe on PP2": "moe TP2-DP2-EP2",
-    "dense TP2-PP2 on one": "dense TP2-PP2",
-    "tied TP2-PP2 on one": "tied TP2-PP2",
-    "moe DP2-EP2 on one": "moe DP2-EP2",
-    "dense DP2 on one": "dense DP2",
-    "plain": "dense DP2",
-}
-
-
-@pytest.mark.parametrize("resumed", RESUMED)
+@pytest.mark.parametrize(
+    "resumed",
+    mark_extended(
+        [name for name, (model, _, saved) in JOBS.items() if saved and model != "bf16"],
+        quick=["dense on TP2", "moe DP2-EP2 on one", "tied TP2-PP2 on one"],
+    ),
+)
 def test_a_run_continues_exactly_under_another_layout(resumed, runs):
-    expected, got = runs.results[RESUMED[resumed]], runs.results[resumed]
-    before, after = whole(expected, 4), whole(got, 2)
+    expected, got = runs[JOBS[resumed][2]], runs[resumed]
+    before, after = (merged(ranks) for ranks in (expected, got))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[key], value) for key, value in before.items())
     for rank in got:
         assert rank[0] == ({"epoch": 3, "ids": [1, 2]}, 2, 2)
-        assert rank[3] == pytest.approx(expected[0][5], abs=1e-5)
-    assert expected[0][5][-1] != pytest.approx(expected[0][5][0], abs=1e-3)
+        assert rank[-1] == pytest.approx(expected[0][-1], abs=1e-5)
+    assert expected[0][-1][-1] != pytest.approx(expected[0][-1][0], abs=1e-3)
 
 
 def test_moments_are_stored_and_not_only_zeros(runs):
-    state = whole(runs.results["dense DP2"], 4)
+    state = merged(runs["dense DP2"])
     assert {kind for kind, _ in state} == {"weight", "exp_avg", "exp_avg_sq"}
     assert all(value.abs().sum() > 0 for (kind, _), value in state.items() if kind != "weight")
 
 
 def test_bf16_resumes_with_its_float32_masters(runs):
-    expected, (got,) = runs.results["bf16 DP2"], runs.results["bf16 DP2 on one"]
-    before, after = whole(expected, 4), whole([got], 2)
+    expected, got = runs["bf16 DP2"], runs["bf16 DP2 on one"]
+    before, after = merged(expected), merged(got)
     assert {kind for kind, _ in before} == {"weight", "master", "exp_avg", "exp_avg_sq"}
     assert all(torch.equal(after[key], value) for key, value in before.items())
     name = "model.layers.0.mlp.down_proj.weight"
     assert not torch.equal(before["master", name], before["weight", name])
     assert torch.equal(before["master", name].bfloat16().float(), before["weight", name])
-    assert got[3] == pytest.approx(expected[0][5], abs=2e-2)
+    assert got[0][-1] == pytest.approx(expected[0][-1], abs=2e-2)
 
 
 def test_the_random_state_is_restored_by_rank(runs):
-    saved, resumed = runs.results["dense TP2-PP2"], runs.results["dense on TP4"]
-    assert not torch.equal(saved[0][3], saved[1][3])
-    for before, after in zip(saved, resumed, strict=True):
-        assert torch.equal(before[3], after[1])
+    saved, resumed = (
+        [random for *_, random, _, _ in runs[name]] for name in ("dense DP2", "dense on TP2")
+    )
+    assert not torch.equal(saved[0], saved[1])
+    assert all(map(torch.equal, saved, resumed))
 
 
-def test_loads_and_saves_that_are_not_possible_are_refused(runs):
-    for rank in runs.results["wrong model"]:
-        assert "tie_word_embeddings [False], expected [True]" in rank[0]
-    first, second = runs.results["twice"]
+def test_a_checkpoint_of_another_model_is_refused(runs):
+    calls = [("refused", "resume", runs.checkpoint("dense DP2"))]
+    for (error,) in runs.run("tied", {"data": 2}, calls):
+        assert "tie_word_embeddings [False], expected [True]" in error
+
+
+def test_a_save_that_is_not_possible_is_refused_on_every_rank(runs):
+    calls = [
+        ("load", runs.model("dense")),
+        ("refused", "save", runs.checkpoint("dense DP2")),
+        ("refused", "save", runs.root / "unfit", {"x": {1, 2}}),
+    ]
+    first, second = runs.run("dense", {"data": 2}, calls)
     assert "there is a finished checkpoint" in first[1]
     assert "rank 0" in second[1]
     assert "extra: expected plain numbers" in first[2]
-    contents, no_checkpoint = runs.results["damaged"][0]
+
+
+def test_a_damaged_or_missing_checkpoint_is_refused(runs):
+    damaged = runs.root / "runs/damaged"
+    shutil.copytree(runs.checkpoint("dense DP2"), damaged)
+    data = damaged / "__1_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    calls = [("refused", "resume", damaged), ("refused", "resume", runs.root)]
+    ((contents, no_checkpoint),) = runs.run("dense", {}, calls)
     assert "__1_0.distcp has other contents" in contents
     assert "expected manifest.json" in no_checkpoint
 
 
 def test_the_manifest_lists_layout_and_files(runs):
-    folder = runs.folder("dense TP2-PP2")
+    folder = runs.checkpoint("tied TP2-PP2")
     manifest = CheckpointManifest.read(folder)
     assert manifest.layout["tensor"] == manifest.layout["pipeline"] == 2
     assert (manifest.num_ranks, manifest.dtype) == (4, "float32")
@@ -215,9 +215,9 @@ def test_the_manifest_lists_layout_and_files(runs):
 
 def test_a_kill_during_a_save_leaves_the_previous_checkpoint(runs, tmp_path):
     run = tmp_path / "run"
-    config = config_of(runs.models["dense"], tensor=2)
+    config = config_of(runs.model("dense"), tensor=2)
     calls = [
-        ("load", runs.models["dense"]),
+        ("load", runs.model("dense")),
         ("steps", runs.batch, 2),
         ("save", run / "first"),
         ("steps", runs.batch, 3),
@@ -231,8 +231,8 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(runs, tmp_path):
     assert latest_checkpoint(run) == run / "first"
     assert not (run / "second").exists()
     resume = [("resume", run / "first"), ("steps", runs.batch, 3)]
-    ((_, losses),) = runs.pool.run(call_all, 1, config_of(runs.models["dense"]), resume)
-    assert losses == pytest.approx(runs.results["dense DP2"][0][5], abs=1e-5)
+    ((_, losses),) = runs.run("dense", {}, resume)
+    assert losses == pytest.approx(runs["dense DP2"][0][-1], abs=1e-5)
 
 
 def run_to_death(config, calls):

@@ -10,6 +10,7 @@ import torch
 
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
+from mega_agentrl.config.errors import ConfigError
 from tests.parallel.policy_jobs import gradients_before_step, weights_of
 from tests.rank_shards import score, sft_step, update
 
@@ -108,6 +109,18 @@ def start_from_peft(rank_info: dict[str, Any], config: TrainConfig) -> Blocks:
     adapters = weights_of(model)
     policy.close()
     return adapters
+
+
+def peft_refusal(rank_info: dict[str, Any], config: TrainConfig) -> tuple[str, object] | None:
+    """Return key and value of the setting with which a new policy refuses its adapters."""
+    policy = PolicyRank(config, RankInfo(**rank_info))
+    try:
+        policy.load_hf(config.model.path)
+    except ConfigError as error:
+        return error.key, error.got
+    finally:
+        policy.close()
+    return None
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
+from tests.actor.circles import mark_extended
 from tests.actor.model.lora_jobs import full_gradients
 from tests.parallel.merge import assemble, relative_errors, scores_by_row
 from tests.tiny_models import make_tiny_model
@@ -57,9 +58,14 @@ def results(tmp_path_factory, rank_pool, train_config, batch):
     return run
 
 
-@pytest.mark.parametrize("case", LAYOUTS.values(), ids=LAYOUTS)
-def test_log_probs_have_the_same_bits_in_every_layout(case, results, batch):
-    model, layout = case
+@pytest.mark.parametrize(
+    "layout",
+    mark_extended(
+        LAYOUTS, quick=["small micro-batches", "TP2-SP, biases", "CP2", "PP2-V2, recompute all"]
+    ),
+)
+def test_log_probs_have_the_same_bits_in_every_layout(layout, results, batch):
+    model, layout = LAYOUTS[layout]
     folder, ranks = results(model, layout, 40, exact=True)
     _, whole = results(model, {}, 4096, exact=True)
     _, ordinary = results(model, {}, 4096, exact=False)

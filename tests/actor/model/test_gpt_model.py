@@ -22,6 +22,7 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
+from tests.actor.circles import mark_extended
 from tests.actor.model.model_jobs import differentiate
 from tests.parallel.reference import checkpoint_tensors
 from tests.rank_shards import pack_rows
@@ -200,7 +201,16 @@ def expected(folders, batch):
     return get
 
 
-CASES = [(2, name) for name in TWO] + [(4, name) for name in FOUR]
+CASES = mark_extended(
+    [(2, name) for name in TWO] + [(4, name) for name in FOUR],
+    quick=[
+        (2, "llama, all biases"),
+        (2, "qwen3, biases"),
+        (2, "qwen2, tied"),
+        (2, "moe"),
+        (2, "reward"),
+    ],
+)
 
 
 @pytest.mark.parametrize(("number", "name"), CASES)

@@ -14,6 +14,7 @@ from mega_agentrl.actor.model.packed_attention import PackedAttention
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
+from tests.actor.circles import mark_extended
 from tests.actor.model.model_jobs import query_key_value
 from tests.tiny_models import make_tiny_model
 
@@ -22,7 +23,7 @@ WHOLE = ModelParallelRank()
 
 @pytest.fixture
 def shape(tmp_path):
-    """`shape("llama", mlp_bias=True)`"""
+    """Return `shape("llama", mlp_bias=True)`, which makes the shape of a tiny model."""
 
     def make(name, **changes):
         return ModelShape.from_folder(make_tiny_model(name, tmp_path / "model", **changes))
@@ -95,7 +96,10 @@ def test_values_and_gradients_are_those_of_transformers(dtype):
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_groups"), [(2, 1), (4, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_groups"),
+    mark_extended([(2, 1), (4, 1), (4, 2), (2, 2)], quick=[(2, 1), (2, 2)]),
+)
 def test_a_rank_has_its_queries_and_the_key_and_value_of_their_group(
     rank_pool, tmp_path, num_ranks, num_groups
 ):

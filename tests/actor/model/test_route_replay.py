@@ -7,6 +7,7 @@ layout and compared with one process.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from mega_agentrl.config.enums import Recompute
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.routes import TokenRoutes, merge_recorded_routes, unrouted
+from tests.actor.circles import mark_extended
 from tests.actor.model.route_jobs import reject_wrong_routes, replay
 from tests.parallel.merge import assemble, relative_errors, scores_by_row
 from tests.tiny_models import make_tiny_model
@@ -38,6 +40,7 @@ LAYOUTS = {
         "recompute": Recompute.full,
     },
 }
+CASES = mark_extended(LAYOUTS, quick=["recompute the experts", "TP2-EP2-SP", "PP2-V2-recompute"])
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ def batch():
     return batch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def run(folder, rank_pool, train_config):
     """Return a function that runs a job on the ranks of a layout."""
 
@@ -102,9 +105,15 @@ def single(batch, noisy, folder, rank_pool, train_config):
     return rank
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_replays_the_routes(layout, folder, run, batch, noisy, single):
-    ranks = run(replay, batch, noisy, **layout)
+@pytest.fixture(scope="module")
+def ranks_of(run, batch, noisy):
+    """Return `ranks_of(layout)`: the results of each rank of a layout."""
+    return cache(lambda layout: run(replay, batch, noisy, **LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_a_layout_replays_the_routes(layout, folder, batch, noisy, single, ranks_of):
+    ranks = ranks_of(layout)
     own, replayed = (
         scores_by_row([getattr(rank, name) for rank in ranks], batch)
         for name in ("own", "replayed")
@@ -133,10 +142,9 @@ def num_noisy(noisy):
     return sum(-(-length // 3) for length in lengths) / sum(lengths) / NUM_LAYERS
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_layout_records_its_routes(layout, run, batch, noisy, single):
-    ranks = run(replay, batch, noisy, **layout)
-    got = with_routes(batch, [part for rank in ranks for part in rank.recorded])
+@pytest.mark.parametrize("layout", CASES)
+def test_a_layout_records_its_routes(layout, batch, single, ranks_of):
+    got = with_routes(batch, [part for rank in ranks_of(layout) for part in rank.recorded])
     expected = with_routes(batch, single.recorded)
     # Tokens that rows share are recorded for one of them, which is the one that stores them.
     stored, whole = (PackedRows.from_batch(each).routes for each in (got, expected))

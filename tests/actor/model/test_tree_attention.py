@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from mega_agentrl.actor.model.attention_plan import (
 from mega_agentrl.actor.model.packed_attention import packed_attention, resolve_tree_attention
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
 from mega_agentrl.config.enums import TreeAttention
+from tests.actor.circles import mark_extended
 from tests.config.refusals import refused_setting
 from tests.rank_shards import pack_rows
 from tests.tree_batches import make_tree_batch, paths_of, tree_params, tree_shapes
@@ -85,9 +87,26 @@ def test_lists_hold_the_blocks_with_visible_scores(seed, size, data):
             assert set(masked) >= live - full if size > 1 else masked == sorted(live - full)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow(20))])
-def test_kernels_in_the_interpreter(dtype):
-    command = [sys.executable, "-W", "ignore", "tests/actor/model/tree_attention_cases.py", dtype]
+CASES = {
+    "float32": ("float32", ["check_small_trees"]),
+    "float32, more": (
+        "float32",
+        [
+            "check_large_trees",
+            "check_masked_blocks_are_not_loaded",
+            "check_equal_inputs_give_equal_bits",
+            "check_context_ranks",
+        ],
+    ),
+    "bfloat16": ("bfloat16", ["check_small_trees", "check_context_ranks"]),
+}
+
+
+@pytest.mark.parametrize("case", mark_extended(CASES, quick=["float32"]))
+def test_kernels_in_the_interpreter(case):
+    dtype, checks = CASES[case]
+    script = "tests/actor/model/tree_attention_cases.py"
+    command = [sys.executable, "-W", "ignore", script, dtype, *checks]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     environment["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(
@@ -135,31 +154,41 @@ def used_resources(cubin, folder):
     return line
 
 
-@pytest.mark.parametrize("width", attention.TRITON_HEAD_DIMS)
-def test_the_kernels_compile_to_hoppers_matrix_instructions(width, monkeypatch, tmp_path):
+KERNELS = {
+    "forward_kernel": "whole tiles",
+    "query_gradient_kernel": "whole tiles",
+    "key_value_gradient_kernel": "pieces",
+}
+"""How each kernel copies its inputs straight to shared memory."""
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    mark_extended(
+        product(KERNELS, attention.TRITON_HEAD_DIMS), quick=[("key_value_gradient_kernel", 64)]
+    ),
+)
+def test_the_kernels_compile_to_hoppers_matrix_instructions(name, width, monkeypatch, tmp_path):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mega_agentrl.actor.model import tree_attention_kernels as kernels
     from mega_agentrl.actor.model.tree_attention import HOPPER_STAGES, SHORT_STAGES
 
-    whole_tiles, pieces = "cp.async.bulk.tensor.3d.shared", "cp.async.cg.shared.global"
-    for kernel, num_stages, copy in (
-        (kernels.forward_kernel, HOPPER_STAGES, whole_tiles),
-        (kernels.query_gradient_kernel, HOPPER_STAGES, whole_tiles),
-        (kernels.key_value_gradient_kernel, SHORT_STAGES, pieces),
-    ):
-        result = compiled(kernel, width, num_stages)
-        assembly = result.asm["ptx"]
-        assert "wgmma.mma_async" in assembly
-        # straight to shared memory, within what a Hopper block may have
-        assert copy in assembly
-        assert result.metadata.shared <= 227 << 10
-        resources = used_resources(result.asm["cubin"], tmp_path)
-        # The gradients of keys and values need all registers, and a few that are spilled.
-        spilled = int(re.search(r"STACK:(\d+) ", resources)[1])
-        assert spilled <= (96 if copy is pieces and width == 128 else 0), resources
-        assert "LOCAL:0 " in resources, resources
+    copies_pieces = KERNELS[name] == "pieces"
+    result = compiled(
+        getattr(kernels, name), width, SHORT_STAGES if copies_pieces else HOPPER_STAGES
+    )
+    assembly = result.asm["ptx"]
+    assert "wgmma.mma_async" in assembly
+    copy = "cp.async.cg.shared.global" if copies_pieces else "cp.async.bulk.tensor.3d.shared"
+    assert copy in assembly
+    assert result.metadata.shared <= 227 << 10, "more than a Hopper block may have"
+    resources = used_resources(result.asm["cubin"], tmp_path)
+    # The gradients of keys and values need all registers, and a few that are spilled.
+    spilled = int(re.search(r"STACK:(\d+) ", resources)[1])
+    assert spilled <= (96 if copies_pieces and width == 128 else 0), resources
+    assert "LOCAL:0 " in resources, resources
 
 
 def test_keys_of_another_micro_batch_are_refused():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, megatron_layout
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.vision.processor import ImageProcessor
+from tests.actor.circles import mark_extended
 from tests.actor.model.model_jobs import differentiate
 from tests.rank_shards import pack_rows
 from tests.vision_batches import (
@@ -75,7 +77,8 @@ def expected(folders):
 
 @pytest.fixture(scope="module")
 def references(batches, expected):
-    return {name: expected(name, batch) for name, batch in batches.items()}
+    """Return `references(family)`: log-probs and gradients for the batch with images."""
+    return cache(lambda family: expected(family, batches[family]))
 
 
 def run(rank_pool, folder, batch, layout):
@@ -104,19 +107,32 @@ def assert_equal(results, reference, *, tolerance=1e-5):
     torch.testing.assert_close(found_BT, expected_BT, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mark_extended(
+        product(VISION_FAMILIES, LAYOUTS),
+        quick=[
+            ("qwen2_5_vl", "sequence, recomputed"),
+            ("qwen2_5_vl", "data"),
+            ("qwen3_vl", "one rank"),
+            ("qwen3_vl", "sequence"),
+            ("qwen3_vl", "virtual pipeline"),
+            ("qwen3_vl", "context"),
+        ],
+    ),
+)
 def test_log_probs_and_gradients_are_those_of_transformers(
     rank_pool, folders, batches, references, family, layout
 ):
     results = run(rank_pool, folders[family], batches[family], LAYOUTS[layout])
-    assert_equal(results, references[family])
+    assert_equal(results, references(family))
     # A gradient norm counts every element once; embedding and output layer have 3 rows of padding.
     shape = ModelShape.from_folder(folders[family])
     whole = sum(torch.Size(size).numel() for size in hf_shapes(shape).values())
     assert sum(result.counted for result in results) == whole + 2 * 3 * shape.hidden_size
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_tied_embedding_of_two_stages(rank_pool, tmp_path, family):
     folder = make_vision_model(family, tmp_path, tied=True)
@@ -127,8 +143,13 @@ def test_a_tied_embedding_of_two_stages(rank_pool, tmp_path, family):
     assert_equal(run(rank_pool, folder, batch, LAYOUTS["sequence, pipeline"]), reference)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "sequence", "context"])
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    mark_extended(
+        product(VISION_FAMILIES, ["one rank", "sequence", "context"]),
+        quick=[("qwen2_5_vl", "context"), ("qwen3_vl", "sequence")],
+    ),
+)
 def test_a_batch_without_images_leaves_the_tower_alone(
     rank_pool, folders, batches, expected, family, layout
 ):
@@ -138,11 +159,11 @@ def test_a_batch_without_images_leaves_the_tower_alone(
     assert_equal(run(rank_pool, folders[family], batch, LAYOUTS[layout]), reference)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", mark_extended(VISION_FAMILIES, quick=["qwen3_vl"]))
 def test_flat_rows_give_the_same_as_trees(rank_pool, folders, batches, references, family):
     flat = batches[family].with_fields(tree_order_B=None, shared_length_B=None)
     results = run(rank_pool, folders[family], flat, LAYOUTS["sequence"])
-    assert_equal(results, references[family])
+    assert_equal(results, references(family))
 
 
 @pytest.fixture

@@ -1,22 +1,25 @@
-"""Checks of the Triton kernels for packed trees, on any device, against the gather form.
+"""Checks of the Triton kernels for packed trees, on any device, against attention without blocks.
 
 A check takes a device and a dtype and asserts; `CHECKS` lists them.
-``python tree_attention_cases.py DTYPE`` runs them on the CPU in a process of its own, where
-Triton's interpreter can be chosen.
+``python tree_attention_cases.py DTYPE CHECK ...`` runs some on the CPU in a process of its own,
+where Triton's interpreter can be chosen. It does without Megatron, which takes long to import.
 """
 
 from __future__ import annotations
 
 import random
 import sys
+from dataclasses import dataclass
 
 import torch
 
-from mega_agentrl.actor.model.attention_plan import Branch
-from mega_agentrl.actor.model.packed_attention import _padded_attention
+from mega_agentrl.actor.model.attention_plan import (
+    BlockSparseAttentionPlan,
+    Branch,
+    make_block_sparse_plan,
+)
 from mega_agentrl.actor.model.tree_attention import tree_attention
 from mega_agentrl.actor.parallel.context_parallel import gathered_token_indices, rank_token_indices
-from tests.tree_batches import tree_params
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Two trees of which the second forks after its first 128 tokens.
@@ -56,6 +59,35 @@ def random_trees(seed, multiple=1):
     return (*starts, stop + 3 * multiple), tuple(branches)
 
 
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """What the kernels need of a micro-batch, and which keys each token attends to."""
+
+    block_sparse_plan: BlockSparseAttentionPlan
+    visible_WW: torch.Tensor
+
+
+def make_trees(starts, branches, *, rank=0, size=1, device="cpu"):
+    """Return the trees of a context rank."""
+    visible_WW = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+    for branch in branches:
+        for token in range(branch.start, branch.stop):
+            for first, stop in (*branch.path, (branch.start, token + 1)):
+                visible_WW[token, first:stop] = True
+    plan = make_block_sparse_plan(starts, branches, rank, size, torch.device(device))
+    return Trees(plan, visible_WW)
+
+
+def dense_attention(query_WHD, key_WHD, value_WHD, trees, scale):
+    """Return the attention of all tokens to all tokens of their paths, from the formula."""
+    group = query_WHD.size(1) // key_WHD.size(1)
+    key_WHD, value_WHD = (part.repeat_interleave(group, dim=1) for part in (key_WHD, value_WHD))
+    scale = query_WHD.size(2) ** -0.5 if scale is None else scale
+    score_HWW = scale * torch.einsum("qhd,khd->hqk", query_WHD, key_WHD)
+    weight_HWW = score_HWW.masked_fill(~trees.visible_WW, -torch.inf).softmax(2)
+    return torch.einsum("hqk,khd->qhd", weight_HWW, value_WHD)
+
+
 def given(num_tokens, heads, kv_heads, width, dtype):
     """Return query, key, value and a gradient of the output, rounded to the dtype."""
     generator = torch.Generator().manual_seed(num_tokens + heads + width)
@@ -79,28 +111,37 @@ def assert_close(got, expected, bound):
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
-def check_random_trees(device, dtype):
+def check_small_trees(device, dtype):
+    """Trees of one or two blocks."""
+    _check_random_trees(device, dtype, seed=1, heads=2, kv_heads=1, width=64)  # 135 tokens
+    _check_random_trees(device, dtype, seed=4, heads=2, kv_heads=2, width=128)  # 69 in 4 branches
+
+
+def check_large_trees(device, dtype):
+    """Trees of up to four blocks."""
     for seed, heads, kv_heads, width in (
         (1, 4, 1, 128),  # 135 tokens in 6 branches
         (2, 2, 1, 64),  # 4 in 2
-        (4, 2, 2, 128),  # 69 in 4
         (5, 2, 1, 64),  # 391 in 16
         (6, 1, 1, 128),  # 366 in 9
         (8, 4, 2, 64),  # 70 in 4
     ):
-        starts, branches = random_trees(seed)
-        parts = given(starts[-1], heads, kv_heads, width, dtype)
-        trees = tree_params(starts, branches, device=device)
-        scale = 0.2 if seed % 2 else None
-        got = run(tree_attention, parts, trees, device, dtype, scale)
-        trees = tree_params(starts, branches)
-        expected = run(_padded_attention, parts, trees, "cpu", torch.float32, scale)
-        for left, right in zip(got, expected, strict=True):
-            assert_close(left, right, TOLERANCE[dtype])
+        _check_random_trees(device, dtype, seed, heads, kv_heads, width)
+
+
+def _check_random_trees(device, dtype, seed, heads, kv_heads, width):
+    starts, branches = random_trees(seed)
+    parts = given(starts[-1], heads, kv_heads, width, dtype)
+    scale = 0.2 if seed % 2 else None
+    trees = make_trees(starts, branches, device=device)
+    got = run(tree_attention, parts, trees, device, dtype, scale)
+    expected = run(dense_attention, parts, trees, "cpu", torch.float32, scale)
+    for left, right in zip(got, expected, strict=True):
+        assert_close(left, right, TOLERANCE[dtype])
 
 
 def check_masked_blocks_are_not_loaded(device, dtype):
-    trees = tree_params(STARTS, FORK, device=device)
+    trees = make_trees(STARTS, FORK, device=device)
     parts = given(STARTS[-1], 1, 1, 64, dtype)
     clean = run(tree_attention, parts, trees, device, dtype)
     query, key, value, grad = (part.clone() for part in parts)
@@ -122,7 +163,7 @@ def check_masked_blocks_are_not_loaded(device, dtype):
 def check_equal_inputs_give_equal_bits(device, dtype):
     starts, branches = random_trees(9)
     parts = given(starts[-1], 2, 1, 64, dtype)
-    trees = tree_params(starts, branches, device=device)
+    trees = make_trees(starts, branches, device=device)
     first, second = (run(tree_attention, parts, trees, device, dtype) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
@@ -130,14 +171,14 @@ def check_equal_inputs_give_equal_bits(device, dtype):
 def check_context_ranks(device, dtype):
     starts, branches = random_trees(11, multiple=4)
     parts = given(starts[-1], 2, 1, 64, dtype)
-    whole = run(_padded_attention, parts, tree_params(starts, branches), "cpu", torch.float32)
+    whole = run(dense_attention, parts, make_trees(starts, branches), "cpu", torch.float32)
     order_W = torch.cat([rank_token_indices(starts, rank, 2) for rank in range(2)])
     gathered_W = gathered_token_indices(starts, 2)
     shares = []
     for rank in range(2):
         held_S = rank_token_indices(starts, rank, 2)
         query, key, value, grad = parts
-        trees = tree_params(starts, branches, context_rank=rank, context_size=2, device=device)
+        trees = make_trees(starts, branches, rank=rank, size=2, device=device)
         own = [query[held_S], key[order_W], value[order_W], grad[held_S]]
         shares.append(run(tree_attention, own, trees, device, dtype))
     for place, expected in enumerate(whole):
@@ -147,7 +188,8 @@ def check_context_ranks(device, dtype):
 
 
 CHECKS = (
-    check_random_trees,
+    check_small_trees,
+    check_large_trees,
     check_masked_blocks_are_not_loaded,
     check_equal_inputs_give_equal_bits,
     check_context_ranks,
@@ -156,8 +198,9 @@ CHECKS = (
 
 def main() -> None:
     torch.set_num_threads(1)
-    for check in CHECKS:
-        check("cpu", getattr(torch, sys.argv[1]))
+    dtype, *names = sys.argv[1:]
+    for name in names:
+        globals()[name]("cpu", getattr(torch, dtype))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,11 @@ def test_a_kl_in_the_reward_is_reported_and_has_no_gradient(batch):
     assert torch.equal(in_reward[1], without[1]) and not torch.equal(in_loss[1], without[1])
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"context": 2}])
+@pytest.mark.parametrize(
+    "layout",
+    [{"data": 2}, pytest.param({"context": 2}, marks=pytest.mark.extended)],
+    ids=["data", "context"],
+)
 def test_ranks_have_the_gradient_of_the_objective_in_one_piece(
     layout, rank_pool, train_config, checkpoints
 ):

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from tests.actor.circles import mark_extended
+
 triton = pytest.importorskip("triton")
 
 
@@ -65,20 +67,23 @@ def compiled(kernel, **own):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def test_the_kernels_compile_to_hoppers_matrix_instructions(monkeypatch, tmp_path):
+KERNELS = {
+    "log-probs and entropy": ("_stats_kernel", {"RUN": 8}),
+    "gradients of both": ("_gradient_kernel", {"WITH_ENTROPY": True}),
+    "gradients of log-probs": ("_gradient_kernel", {"WITH_ENTROPY": False}),
+}
+
+
+@pytest.mark.parametrize("name", mark_extended(KERNELS, quick=["gradients of both"]))
+def test_the_kernels_compile_to_hoppers_matrix_instructions(name, monkeypatch, tmp_path):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("the interpreter compiles nothing")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from mega_agentrl.actor.vocab import triton_kernel
 
-    for kernel, own in (
-        (triton_kernel._stats_kernel, {"RUN": triton_kernel.HOPPER_TILE.blocks_per_run}),
-        (triton_kernel._gradient_kernel, {"WITH_ENTROPY": True}),
-        (triton_kernel._gradient_kernel, {"WITH_ENTROPY": False}),
-    ):
-        result = compiled(kernel, **own)
-        assembly = result.asm["ptx"]
-        assert "wgmma.mma_async" in assembly
-        # copies of whole tiles to shared memory, within what a Hopper block may have
-        assert "cp.async.bulk.tensor.2d.shared" in assembly
-        assert result.metadata.shared <= 227 << 10
+    kernel, own = KERNELS[name]
+    result = compiled(getattr(triton_kernel, kernel), **own)
+    assembly = result.asm["ptx"]
+    assert "wgmma.mma_async" in assembly
+    assert "cp.async.bulk.tensor.2d.shared" in assembly, "no copies of whole tiles"
+    assert result.metadata.shared <= 227 << 10, "more than a Hopper block may have"

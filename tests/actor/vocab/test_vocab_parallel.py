@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,10 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
     logp_and_entropy,
 )
 from mega_agentrl.runtime.free_port import free_port
-from tests.actor.vocab.vocab_cases import CHECKS
-from tests.actor.vocab.vocab_rank import check_all, check_exchanges
+from tests.actor.circles import mark_extended
+from tests.actor.vocab.vocab_rank import RANK_CHECKS, run_checks
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 500.0
 
 
 def whole(num_valid, scratch_bytes=100, **fields):
@@ -36,37 +34,22 @@ def whole(num_valid, scratch_bytes=100, **fields):
     )
 
 
-def run_checks(folder, kernel, size, **environment):
-    """Run `vocab_rank.py` as `size` tensor ranks; a failure or the deadline ends all of them."""
-    port = free_port()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    logs = [folder / f"{rank}.log" for rank in range(size)]
-    script = [sys.executable, "-W", "ignore", str(ROOT / "tests/actor/vocab/vocab_rank.py")]
-    processes = []
-    try:
-        for rank, log in enumerate(logs):
-            with log.open("w") as out:
-                command = [*script, kernel, str(rank), str(size), str(port)]
-                processes.append(subprocess.Popen(command, stdout=out, stderr=out, env=environment))
-        ends_at = time.monotonic() + DEADLINE_S
-        codes = [None]
-        while None in codes and not any(codes) and time.monotonic() < ends_at:
-            time.sleep(0.1)
-            codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * size, "\n".join(log.read_text()[-3000:] for log in logs)
-
-
 def test_two_tensor_ranks(rank_pool):
-    first, second = rank_pool.run(check_all, 2, "torch")
-    assert first == second == [check.__name__ for check in (*CHECKS, check_exchanges)]
+    first, second = rank_pool.run(run_checks, 2, "torch", list(RANK_CHECKS))
+    assert first == second == list(RANK_CHECKS)
 
 
-def test_two_tensor_ranks_with_triton(tmp_path):
-    run_checks(tmp_path, "triton", 2, TRITON_INTERPRET="1")
+@pytest.mark.parametrize("scope", mark_extended(["exchanges", "all"], quick=["exchanges"]))
+def test_two_tensor_ranks_with_triton(scope):
+    """The interpreter is chosen before the kernels are imported: in a process of its own."""
+    script = str(ROOT / "tests/actor/vocab/vocab_rank.py")
+    checks = ["check_exchanges"] if scope == "exchanges" else list(RANK_CHECKS)
+    command = [sys.executable, "-W", "ignore", script, "triton", "2", str(free_port()), *checks]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_two_tokens_by_hand():
@@ -85,9 +68,9 @@ def test_two_tokens_by_hand():
 @pytest.mark.parametrize("scratch_bytes", [None, 200, 1])
 def test_gradients_of_both_outputs_in_float64(scratch_bytes):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    weight = torch.randn(6, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    target = torch.tensor([0, 4, 2, IGNORED_TARGET, 1, 3, 4])
+    hidden = torch.randn(4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    target = torch.tensor([0, 4, IGNORED_TARGET, 1])
 
     def run(hidden, weight):
         return logp_and_entropy(hidden, weight, target, 0.7, whole(5, scratch_bytes))

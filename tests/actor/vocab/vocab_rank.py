@@ -1,13 +1,15 @@
-"""Runs every check of `vocab_cases` as one of several tensor ranks over gloo.
+"""Runs checks of `vocab_cases` as one of several tensor ranks over gloo.
 
-``python vocab_rank.py KERNEL RANK SIZE PORT`` runs them in a process of its own, where Triton's
-interpreter can be chosen; it fails with the check's traceback.
+``python vocab_rank.py KERNEL SIZE PORT CHECK ...`` runs the ranks as forks of a process of its own,
+where Triton's interpreter can be chosen; it prints the traceback of a check that fails.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import traceback
 from unittest.mock import patch
 
 import torch
@@ -37,34 +39,53 @@ def check_exchanges(place: Place) -> None:
     close(hidden_grad_ND, reference(*values)[2], 5e-6)
 
 
-def check_all(rank_info, kernel):
-    """Run every check on this rank and return their names."""
+RANK_CHECKS = {check.__name__: check for check in (*CHECKS, check_exchanges)}
+
+
+def run_checks(rank_info, kernel, names):
+    """Run the named checks on this rank and return the names."""
     place = Place(
         VocabKernel(kernel),
         rank=rank_info["rank"],
         size=rank_info["world_size"],
         group=join_gloo(rank_info),
     )
-    checks = (*CHECKS, check_exchanges)
-    for check in checks:
-        check(place)
-    return [check.__name__ for check in checks]
+    for name in names:
+        RANK_CHECKS[name](place)
+    return list(names)
+
+
+def serve(rank_info, kernel, names):
+    """Run the checks as a process of its own."""
+    try:
+        run_checks(rank_info, kernel, names)
+    except BaseException:  # noqa: BLE001 the process ends here
+        traceback.print_exc()
+        os._exit(1)
+    # Threads that torch leaves running can abort the process in the interpreter's own exit.
+    os._exit(0)
 
 
 def main() -> None:
-    kernel, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
+    kernel, size, port, *names = sys.argv[1:]
     torch.set_num_threads(1)
     rank_info = {
-        "rank": rank,
-        "world_size": size,
+        "world_size": int(size),
         "master_address": "127.0.0.1",
-        "master_port": port,
+        "master_port": int(port),
+        "timeout_s": 300.0,
     }
-    for name in check_all(rank_info | {"timeout_s": 60.0}, kernel):
-        sys.stdout.write(f"{name} passed\n")
-    sys.stdout.flush()
-    # Threads that torch leaves running can abort the process in the interpreter's own exit.
-    os._exit(0)
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=serve, args=(rank_info | {"rank": rank}, kernel, names), daemon=True)
+        for rank in range(int(size))
+    ]
+    for rank in ranks:
+        rank.start()
+    # A rank whose peer has failed gets an error of its connection.
+    for rank in ranks:
+        rank.join()
+    sys.exit(any(rank.exitcode for rank in ranks))
 
 
 if __name__ == "__main__":
