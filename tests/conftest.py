@@ -30,7 +30,7 @@ gc.disable()
 ROOT = Path(__file__).resolve().parents[1]
 MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on `--part` may cut a file."""
-SHARED_FIXTURES = ("rank_pool", "ray_local", "engine", "stateless_pool", "target")
+SHARED_FIXTURES = ("rank_pool", "ray_local", "engine")
 """Fixtures that take long to make: all tests that need one run in the same process."""
 
 

@@ -1,0 +1,58 @@
+"""The meter of CPU seconds: children count, and a test or a run over its limit fails the run."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cpu_time import MAX_TEST_S, CpuReport, processor_s
+
+BURN = "import os\nwhile sum(os.times()[:2]) < 0.5: pass\nprint(flush=True)\ninput()"
+
+
+def test_the_seconds_of_a_child_count_while_it_lives_and_when_it_has_ended():
+    before_s = processor_s(os.getpid())
+    command = [sys.executable, "-c", BURN]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        assert processor_s(os.getpid()) - before_s > 0.45
+    finally:
+        child.communicate(b"\n", timeout=60)
+    assert processor_s(os.getpid()) - before_s > 0.45
+
+
+def reported(budget_s, **seconds_by_test):
+    report = CpuReport(budget_s)
+    for test, seconds in seconds_by_test.items():
+        properties = [("cpu_s", seconds), ("fixture ranks (tests)", 2.0)]
+        teardown = SimpleNamespace(when="teardown", nodeid=test, user_properties=properties)
+        report.pytest_runtest_logreport(teardown)
+    return report
+
+
+def test_fixtures_count_for_the_run_but_not_for_the_test_that_needs_them_first():
+    report = reported(10.0, first=MAX_TEST_S, second=0.5)
+    assert report.total_s == MAX_TEST_S + 0.5 + 2 * 2.0
+    assert report.problems() == []
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "second_s", "num_problems"),
+    [(100.0, MAX_TEST_S + 0.1, 1), (8.9, 1.0, 1), (8.9, MAX_TEST_S + 0.1, 2), (None, 900.0, 0)],
+    ids=["a_test_over_its_limit", "the_run_over_its_budget", "both", "no_budget"],
+)
+def test_what_is_too_expensive_is_named(budget_s, second_s, num_problems):
+    problems = reported(budget_s, first=4.0, second=second_s).problems()
+    assert len(problems) == num_problems
+    assert any("second" in problem for problem in problems) == (
+        budget_s is not None and second_s > MAX_TEST_S
+    )
+
+
+def test_a_green_run_that_is_too_expensive_fails():
+    session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
+    reported(1.0, first=4.0).pytest_sessionfinish(session, session.exitstatus)
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
