@@ -16,6 +16,7 @@ import numpy as np
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.generator.entropy_tap import read_measurements
 from mega_agentrl.types.records import FinishReason, GenerateRequest, Generation
 from mega_agentrl.types.routes import TokenRoutes
@@ -51,14 +52,14 @@ def check_request(request: GenerateRequest, max_model_len: int) -> None:
     """Raise `ValueError` for requests that vLLM would reject less readably or not at all."""
     num_prompt = len(request.token_ids)
     if not 1 <= num_prompt < max_model_len:
-        raise ValueError(
-            f"request {request.request_id}: prompt of {num_prompt} tokens, expected 1 to "
-            f"{max_model_len - 1}; engine.max_model_len is {max_model_len}"
+        raise InputError(
+            f"request {request.request_id}: prompt tokens",
+            num_prompt,
+            f"1 to {max_model_len - 1}, as engine.max_model_len={max_model_len}",
         )
     if request.max_tokens < 1:
-        raise ValueError(
-            f"request {request.request_id}: max_tokens={request.max_tokens}, expected at least 1"
-        )
+        name = f"request {request.request_id}: max_tokens"
+        raise InputError(name, request.max_tokens, "at least 1")
 
 
 def sampling_params(

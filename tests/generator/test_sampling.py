@@ -13,6 +13,7 @@ import numpy as np
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import WeightVersionSpan
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.generator.sampling import (
     StopTokenTable,
     check_request,
@@ -139,10 +140,15 @@ def test_an_aborted_request_may_be_empty():
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"token_ids": ()}, {"token_ids": (1,) * 8}, {"max_tokens": 0}],
+    ("settings", "field", "got"),
+    [
+        ({"token_ids": ()}, "prompt tokens", 0),
+        ({"token_ids": (1,) * 8}, "prompt tokens", 8),
+        ({"max_tokens": 0}, "max_tokens", 0),
+    ],
     ids=["no-prompt", "long-prompt", "no-tokens"],
 )
-def test_bad_requests_are_named(settings):
-    with pytest.raises(ValueError, match="request r: "):
+def test_bad_requests_are_named(settings, field, got):
+    with pytest.raises(InputError) as caught:
         check_request(request(**settings), max_model_len=8)
+    assert (caught.value.name, caught.value.got) == (f"request r: {field}", got)

@@ -7,7 +7,7 @@ the elements of anything a loader slices, without the loader's cooperation:
     narrow, chunk, view, detach, ...   a view of a source or parameter: executed
     param.copy_(source)                a block: recorded, not executed
     param.fill_(0), param.zero_()      padding: recorded, not executed
-    any other operation on either      `ValueError`: it would change values, or move them in a way
+    any other operation on either      `InputError`: it would change values, or move them in a way
                                        that no rectangle describes
 
 A strided view is a rectangle of its base if and only if both visit the same addresses in the same
@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Block, Rect
 
 _REINTERPRETING_OPS = (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default)
@@ -71,10 +72,12 @@ class LoadRecorder(TorchDispatchMode):
         if func in _FILL_OPS and self._find_param(args[0]):
             return self._record_fill(args[0], args[1] if len(args) > 1 else 0)
         names = ", ".join(sorted({str(self._tensor_name(t)) for t in known_tensors}))
-        raise ValueError(
-            f"tracing the weight loader: {names} is used in {func}, expected only slices, views, "
-            "copies into a parameter and zeros; probable cause: this model's loader computes with "
-            "its weights, so no rectangle of the checkpoint lands in it"
+        raise InputError(
+            names,
+            func,
+            "only slices, views, copies into a parameter and zeros in the weight loader",
+            "this model's loader computes with its weights, so no rectangle of the checkpoint "
+            "lands in it",
         )
 
     def _record_copy(self, param: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -84,11 +87,12 @@ class LoadRecorder(TorchDispatchMode):
             return param
         local_rect, hf_rect = view_rect(shape, param), view_rect(hf_shape, source)
         if not local_rect or not hf_rect or local_rect.squeezed_shape != hf_rect.squeezed_shape:
-            raise ValueError(
-                f"tracing the weight loader: {hf_name} {hf_shape} seen as "
-                f"{_describe_view(source)} is copied into {name} {shape} seen as "
-                f"{_describe_view(param)}, expected two rectangles of one shape; probable cause: "
-                "the loader transposes, repeats or interleaves it"
+            raise InputError(
+                hf_name,
+                f"{hf_shape} seen as {_describe_view(source)}, copied into {name} {shape} seen as "
+                f"{_describe_view(param)}",
+                "two rectangles of one shape",
+                "the weight loader transposes, repeats or interleaves it",
             )
         param_load = self.param_loads.setdefault(name, ParamLoad())
         param_load.blocks.append(Block(hf_name, hf_rect, local_rect))
@@ -100,17 +104,21 @@ class LoadRecorder(TorchDispatchMode):
             return param
         rect = view_rect(shape, param)
         if value != 0 or not rect:
-            raise ValueError(
-                f"tracing the weight loader: {name} {shape} seen as {_describe_view(param)} is "
-                f"filled with {value}, expected a rectangle and 0; probable cause: a constant that "
-                "is not padding"
+            raise InputError(
+                name,
+                f"{shape} seen as {_describe_view(param)}, which the weight loader fills with "
+                f"{value}",
+                "a rectangle and 0",
+                "a constant that is not padding",
             )
         param_load = self.param_loads.setdefault(name, ParamLoad())
         overwritten = next((b for b in param_load.blocks if rect.intersect(b.local_rect)), None)
         if overwritten:
-            raise ValueError(
-                f"tracing the weight loader: {name} {rect} is set to zero after "
-                f"{overwritten.hf_name} was copied there; probable cause: a loader that loads twice"
+            raise InputError(
+                name,
+                f"{rect} set to zero after {overwritten.hf_name} was copied there",
+                "zeros before copies",
+                "a weight loader that loads twice",
             )
         param_load.zero_rects.append(rect)
         return param
@@ -183,9 +191,11 @@ def _by_storage(tensors: Mapping[str, torch.Tensor]) -> dict[int, tuple[str, tup
     table: dict[int, tuple[str, tuple[int, ...]]] = {}
     for name, tensor in tensors.items():
         if not tensor.is_contiguous() or tensor.storage_offset():
-            raise ValueError(
-                f"{name} is seen as {_describe_view(tensor)}, expected a contiguous tensor with a "
-                "storage of its own; probable cause: its kernel keeps it in another order"
+            raise InputError(
+                name,
+                _describe_view(tensor),
+                "a contiguous tensor with a storage of its own",
+                "its kernel keeps it in another order",
             )
         # A tensor that several modules share is known by its first name.
         table.setdefault(_storage_id(tensor), (name, tuple(tensor.shape)))

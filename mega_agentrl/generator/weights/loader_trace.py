@@ -30,6 +30,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.generator.weights.load_recorder import LoadRecorder, ParamLoad
 from mega_agentrl.reshard.layout import ShardLayout, check_cover, check_disjoint
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes as shapes_of
@@ -115,7 +116,7 @@ def build_meta_copy(config: VllmConfig) -> torch.nn.Module:
         return build_meta_model(isolated_config)
 
 
-_WRONG_CHECKPOINT_CAUSE = "probable cause: checkpoint and config.json are of different models"
+_WRONG_CHECKPOINT_CAUSE = "checkpoint and config.json are of different models"
 
 
 def trace_engine_layouts(
@@ -218,8 +219,10 @@ def _check_param_coverage(name: str, parameter: torch.Tensor, param_load: ParamL
     expected = getattr(parameter, "weight_loader_numel", parameter.numel())
     if num_written not in (expected, parameter.numel()):
         hf_names = ", ".join(dict.fromkeys(block.hf_name for block in param_load.blocks))
-        raise ValueError(
-            f"tracing the weight loader: {num_written} elements of {name} "
-            f"{tuple(parameter.shape)} are loaded, from {hf_names or 'no tensor'}; expected "
-            f"{expected}; {_WRONG_CHECKPOINT_CAUSE}"
+        raise InputError(
+            name,
+            f"{num_written} loaded elements of {tuple(parameter.shape)}, from "
+            f"{hf_names or 'no tensor'}",
+            f"{expected} elements from the weight loader",
+            _WRONG_CHECKPOINT_CAUSE,
         )

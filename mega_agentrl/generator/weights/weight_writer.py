@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
@@ -154,9 +155,11 @@ class ModuleWeightWriter:
                 parameter = getattr(pending.module, attribute, None)
                 shape = None if parameter is None else tuple(parameter.shape)
                 if shape != shard.shape:
-                    raise ValueError(
-                        f"{shard.name} has shape {shape}, expected {shard.shape} as traced from "
-                        "the loader; probable cause: a kernel that reshapes it before loading"
+                    raise InputError(
+                        shard.name,
+                        shape,
+                        f"shape {shard.shape}, as traced from the loader",
+                        "a kernel that reshapes it before loading",
                     )
 
     def write(self, batch: PartBatch, frame: torch.Tensor) -> None:
@@ -165,10 +168,11 @@ class ModuleWeightWriter:
             self._runs[batch] = self._make_runs(batch)
         for pending, parts, attributes, numel in self._runs[batch]:
             if pending.num_missing < numel:
-                raise ValueError(
-                    f"{', '.join(attributes)}: {numel} elements arrived, expected at most "
-                    f"{pending.num_missing}, the missing elements of the module; probable cause: a "
-                    "plan that sends a slice twice"
+                raise InputError(
+                    ", ".join(attributes),
+                    f"{numel} elements",
+                    f"at most {pending.num_missing}, the missing elements of the module",
+                    "a plan that sends a slice twice",
                 )
             if not pending.is_materialized:
                 self._materialize(pending)
@@ -192,14 +196,16 @@ class ModuleWeightWriter:
         """End an update; raises `ValueError` if modules are incomplete."""
         self._staging_pool.clear()
         incomplete = [
-            f"{pending.name} ({pending.num_missing} elements)"
+            f"{pending.name} ({pending.num_missing})"
             for pending in self._pending_modules.values()
             if pending.num_missing
         ]
         if incomplete:
-            raise ValueError(
-                f"incomplete modules: {', '.join(incomplete[:8])}, {len(incomplete)} in all; "
-                "probable cause: a plan that leaves out a slice"
+            raise InputError(
+                "missing elements by module",
+                f"{', '.join(incomplete[:8])}, {len(incomplete)} modules in all",
+                "none at the end of an update",
+                "a plan that leaves out a slice",
             )
 
     def merge_adapters(self) -> None:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from torch import nn
 from vllm.distributed import parallel_state
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.estimate.memory.engine_layout import engine_shard_layouts, num_elements
 from mega_agentrl.generator.weights.loader_trace import (
     as_tensor_rank,
@@ -160,8 +161,10 @@ def test_missing_and_unknown_tensors_are_named(folder_of):
     shapes = {n: tuple(t.shape) for n, t in load_file(folder / "model.safetensors").items()}
     lost = "model.layers.1.self_attn.k_proj.weight"
     fewer = {name: shape for name, shape in shapes.items() if name != lost}
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.qkv_proj.*from .*q_proj"):
+    with pytest.raises(InputError) as caught:
         trace_engine_layouts(folder, 2, "float32", hf_shapes=fewer)
+    assert caught.value.name == "model.layers.1.self_attn.qkv_proj.weight"
+    assert "model.layers.1.self_attn.q_proj.weight" in caught.value.got
     swapped = shapes | {lost: shapes["model.layers.1.self_attn.q_proj.weight"]}
     with pytest.raises(ValueError, match=r"k_proj\.weight"):
         trace_engine_layouts(folder, 2, "float32", hf_shapes=swapped)

@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.generator.weights.weight_writer import (
     MIN_STAGING_BYTES,
     ModuleWeightWriter,
@@ -171,8 +172,9 @@ def test_values_are_converted_to_the_dtype_of_the_parameter(regions):
 def test_a_hole_is_named(model, regions):
     writer = begun(model, regions)
     write(writer, *list(WHOLE)[1:])
-    with pytest.raises(ValueError, match=r"fused \(6 elements\), 1 in all"):
+    with pytest.raises(InputError) as caught:
         writer.check_complete()
+    assert caught.value.got == "fused (6), 1 modules in all"
     _, expected = params_and_digests()
     assert {region.hf_name for region in regions.find_mismatches(expected)} == {"a", "b"}
 
@@ -180,8 +182,9 @@ def test_a_hole_is_named(model, regions):
 def test_a_slice_that_arrives_twice_is_named_and_changes_nothing(model, regions):
     writer = begun(model, regions)
     write(writer, *WHOLE)
-    with pytest.raises(ValueError, match=r"fused\.weight: 6 elements arrived, expected at most 0"):
+    with pytest.raises(InputError) as caught:
         write(writer, next(iter(WHOLE)), plus=1)
+    assert (caught.value.name, caught.value.got) == ("fused.weight", "6 elements")
     params, _ = params_and_digests()
     assert torch.equal(model.fused.weight, params["fused.weight"])
 
@@ -196,13 +199,14 @@ def test_a_complete_update_may_follow_one_that_was_given_up(model, regions):
 
 @pytest.mark.parametrize(
     ("name", "shape", "got"),
-    [("fused.weight", (ROWS + 1, COLUMNS), r"\(4, 3\)"), ("norm.bias", (5,), "None")],
+    [("fused.weight", (ROWS + 1, COLUMNS), (4, 3)), ("norm.bias", (5,), None)],
     ids=["other-shape", "no-parameter"],
 )
 def test_another_shape_than_the_traced_one_is_refused(model, regions, name, shape, got):
     layout = [ShardLayout(name, shape, (block("a", 2),) if "fused" in name else ())]
-    with pytest.raises(ValueError, match=rf"{name} has shape {got}"):
+    with pytest.raises(InputError) as caught:
         begun(model, regions, layout)
+    assert (caught.value.name, caught.value.got) == (name, got)
 
 
 def test_experts_are_packed_again_on_a_cpu_only():
