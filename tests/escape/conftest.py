@@ -10,12 +10,13 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
+from tests.escape.outside import TARGETS
 from tests.escape.workspace_target import WorkspaceRunner
 from tests.sandbox.sandboxes import shared_pool
 from tests.sandbox.workspace.workspaces import shared_workspace_pool
 
-LIMIT_S = 30.0
-OVERTIME_S = 20.0
+LIMIT_S = 60.0
+OVERTIME_S = 120.0
 """Far more than what is promised: a machine under load is no escape."""
 
 
@@ -50,13 +51,10 @@ class Target:
             self.session = await self.pool.open()
 
     async def check_serves(self):
-        """The next calls are as if nothing had happened."""
+        """The next calls, one in each sandbox at once, are as if nothing had happened."""
         write = "open('note', 'w').write('6 * 7'); print(eval(open('note').read()))"
-        results = await asyncio.gather(*(self.pool.run(write) for _ in range(4)))
+        results = await asyncio.gather(*(self.pool.run(write) for _ in range(NUM_SANDBOXES)))
         if self.session:
-            fresh = await self.pool.open()
-            results.append(await fresh.run(write))
-            await fresh.close()
             # After a timeout the answer begins by saying that the state is lost.
             results.append(await self.session.run(write))
         for result in results:
@@ -64,7 +62,8 @@ class Target:
             assert result.output.splitlines()[-1] == "42"
 
 
-OPTIONS = {"num_workers": 2, "timeout_s": LIMIT_S, "memory_limit_mib": 128}
+NUM_SANDBOXES = 2
+OPTIONS = {"num_workers": NUM_SANDBOXES, "timeout_s": LIMIT_S, "memory_limit_mib": 128}
 
 
 @pytest.fixture(scope="session")
@@ -86,14 +85,17 @@ def workspace_pool():
         yield WorkspaceRunner(pool)
 
 
-@pytest.fixture(params=["stateless", "stateful", "workspace"])
-async def target(request, stateless_pool, pool, workspace_pool):
-    if request.param == "stateful":
-        made = Target(pool, await pool.open())
-    elif request.param == "workspace":
-        made = Target(workspace_pool, await workspace_pool.open(), is_workspace=True)
-    else:
-        made = Target(stateless_pool, None)
+@pytest.fixture
+def target_pool(request):
+    """The pool of the test's target; the others are not started for it."""
+    names = {"stateless": "stateless_pool", "stateful": "pool", "workspace": "workspace_pool"}
+    return request.getfixturevalue(names[request.node.callspec.params["target"]])
+
+
+@pytest.fixture(params=TARGETS)
+async def target(request, target_pool):
+    session = None if request.param == "stateless" else await target_pool.open()
+    made = Target(target_pool, session, is_workspace=request.param == "workspace")
     yield made
     await made.check_serves()
     if made.session:

@@ -18,11 +18,32 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterable, Iterator
+
+    from _pytest.mark import ParameterSet
 
 DEADLINE_S = 60.0
 
-interpreters_only = pytest.mark.parametrize("target", ["stateless", "stateful"], indirect=True)
+TARGETS = [
+    "stateful",
+    pytest.param("stateless", marks=pytest.mark.extended),
+    pytest.param("workspace", marks=pytest.mark.extended),
+]
+"""Where code runs. Most of what holds it is the same: `make test` attacks a session."""
+
+every_target = pytest.mark.parametrize(
+    "target", ["stateful", "stateless", "workspace"], indirect=True
+)
+"""For attacks that another mechanism stops in each target: `make test` has all three."""
+
+
+def parameters(names: Iterable[str], *, quick: Container[str]) -> list[ParameterSet]:
+    """Return parameters for `names`, of which `make test` has only the `quick` ones."""
+    extended = pytest.mark.extended
+    return [pytest.param(name, marks=() if name in quick else extended) for name in names]
+
+
+interpreters_only = pytest.mark.parametrize("target", TARGETS[:2], indirect=True)
 """For attacks on what only an interpreter has, such as a channel within reach of the code."""
 
 
@@ -70,7 +91,7 @@ def pids_named(name: str) -> list[int]:
     ]
 
 
-def vanish(name: str, *, num_left: int = 0, timeout_s: float = 20.0) -> bool:
+def vanish(name: str, *, num_left: int = 0, timeout_s: float = 60.0) -> bool:
     """True as soon as `num_left` processes are called `name`: a kill takes the kernel a moment."""
     deadline = time.monotonic() + timeout_s
     while len(pids_named(name)) > num_left:

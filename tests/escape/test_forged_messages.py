@@ -10,7 +10,9 @@ import sys
 import pyseccomp
 import pytest
 
-from tests.escape.outside import interpreters_only, with_values
+from tests.escape.outside import interpreters_only, parameters, with_values
+from tests.escape.test_neighbours import open_beside
+from tests.sandbox.sandboxes import wait_until_running
 
 SEND = """
 import array, os, socket, time
@@ -70,28 +72,29 @@ def test_the_attack_reaches_a_channel_that_is_open(tmp_path):
     code = with_values(SEND, messages=FORGED["done"], times=1, num_fds=0, wait_s=0)
     with ours, theirs:
         command = [sys.executable, "-c", code]
-        subprocess.run(command, pass_fds=[theirs.fileno()], cwd=tmp_path, timeout=20, check=True)
+        subprocess.run(command, pass_fds=[theirs.fileno()], cwd=tmp_path, timeout=60, check=True)
         assert ours.recv(1000) == FORGED["done"][0]
 
 
 async def neighbour(target):
-    """Somebody in the same sandbox, whose state must outlive the attack."""
+    """Return a session in the same sandbox, whose state must outlive the attack."""
     if target.session is None:
         return None
-    other = await target.pool.open()
+    other = await open_beside(target.pool, target.session)
     assert (await other.run("x = 5; print(x)")).output == "5"
     return other
 
 
 @interpreters_only
-@pytest.mark.parametrize("kind", FORGED)
-async def test_forged_messages(target, kind):
+@pytest.mark.parametrize("kind", parameters(FORGED, quick={"done", "nested", "too long"}))
+async def test_a_forged_message_harms_no_neighbour(target, kind):
     replaced = target.pool.num_replaced
-    others = [await neighbour(target) for _ in range(4)]
+    other = await neighbour(target)
     code = with_values(SEND, messages=FORGED[kind], times=1, num_fds=0, wait_s=0.05)
-    result = await target.attack(code, 0.5)
+    # An unfinished frame keeps the supervisor from the end of the call: the limit ends it.
+    result = await target.attack(code, 0.5 if kind == "half a frame" else 60.0)
     assert result.status.value in ("ok", "user_error", "timeout")
-    for other in filter(None, others):
+    if other is not None:
         assert (await other.run("print(x)")).output == "5"
         await other.close()
     assert target.pool.num_replaced == replaced
@@ -102,39 +105,42 @@ async def test_forged_messages(target, kind):
 async def test_a_flood_of_descriptors(target):
     """Each message carries some, and the frame never ends."""
     replaced = target.pool.num_replaced
-    others = [await neighbour(target) for _ in range(4)]
+    other = await neighbour(target)
     head, rest = struct.pack(">I", 4096), [b"x"]
     head_only = with_values(SEND, messages=[head], times=1, num_fds=0, wait_s=0)
     flood = with_values(SEND, messages=rest, times=4000, num_fds=8, wait_s=0)
     await target.attack(head_only + flood, 1.0)
-    calls = [target.pool.run("print(6 * 7)") for _ in range(4)]
-    assert [result.output for result in await asyncio.gather(*calls)] == ["42"] * 4
-    for other in filter(None, others):
+    calls = [target.pool.run("print(6 * 7)") for _ in range(2)]
+    assert [result.output for result in await asyncio.gather(*calls)] == ["42"] * 2
+    if other is not None:
         assert (await other.run("print(x)")).output == "5"
         await other.close()
     assert target.pool.num_replaced == replaced
     await target.start_again()
 
 
-async def test_closing_everything(target):
+async def test_closing_every_descriptor_ends_at_most_the_call(target):
     for code in ("import os\nos.closerange(0, 100_000)", "import os\nos.closerange(3, 100_000)"):
-        result = await target.attack(code, 1.0)
+        result = await target.attack(code, 0.5)
         assert result.status.value in ("ok", "user_error", "timeout")
 
 
-async def test_seccomp_notifications_do_not_starve_other_sessions(target):
+async def test_seccomp_notifications_do_not_starve_other_sessions(target, marker):
     """System calls that the filter refers to the supervisor, from many processes at once."""
     clone = pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, "clone")
     ask = (
         "import ctypes, os\nlibc = ctypes.CDLL(None)\n"
+        f"open('/proc/self/comm', 'w').write({marker!r})\n"
         "for _ in range(3): os.fork()\n"
         f"while True: libc.syscall({clone}, ctypes.c_long(0x10000011), 0, 0, 0, 0)"
     )
-    running = asyncio.create_task(target.attack(ask, 1.0))
-    await asyncio.sleep(0.2)
+    attack = asyncio.create_task(target.attack(ask, 600.0))
+    await asyncio.to_thread(wait_until_running, marker, 8)
     session = await target.pool.open() if target.session else None
     for _ in range(4):
         assert (await (session or target.pool).run("print(6 * 7)", 60.0)).output == "42"
     if session:
         await session.close()
-    assert (await running).status.value in ("timeout", "user_error")
+    assert not attack.done()
+    attack.cancel()
+    await asyncio.gather(attack, return_exceptions=True)

@@ -1,10 +1,8 @@
 """Attacks on the copying of a fork's files, which runs with more privileges."""
 
-import asyncio
-
 import pytest
 
-from tests.escape.outside import outside
+from tests.escape.outside import outside, parameters
 
 KEEP = "open('/tmp/kept', 'w').write('kept')\n"
 
@@ -39,7 +37,7 @@ TRAPS = {
 }
 
 
-def test_traps_work(tmp_path):
+def test_traps_defeat_a_naive_copy(tmp_path):
     """The naive copy hangs at a pipe, and turns holes into blocks."""
     (tmp_path / "from").mkdir()
     traps = TRAPS["pipes"] + "\n" + TRAPS["holes"].replace("200", "2")
@@ -53,14 +51,14 @@ def test_traps_work(tmp_path):
     assert outside(hang, tmp_path / "from") == ""
 
 
-@pytest.mark.parametrize("trap", TRAPS)
-async def test_a_trap_for_the_copy(pool, trap):
-    """The fork works or is refused, soon; the parent and everybody else go on."""
+@pytest.mark.parametrize("trap", parameters(TRAPS, quick={"pipes", "links out", "no rights"}))
+async def test_a_trap_for_the_copy_harms_nobody(pool, trap):
+    """The fork works or is refused; the parent and everybody else go on."""
     session = await pool.open()
     code = f"{KEEP}{TRAPS[trap]}\nprint('set')"
     assert (await session.run(code)).output.splitlines()[-1] == "set"
     try:
-        child = await asyncio.wait_for(session.fork(), 30)
+        child = await session.fork()
     except RuntimeError:
         child = None
     keeps = "print(open('/tmp/kept').read())"

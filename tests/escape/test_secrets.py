@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.escape.outside import outside, with_values
+from tests.escape.outside import every_target, outside, with_values
 
 READ = """
 import glob
@@ -73,13 +73,14 @@ def secret(tmp_path):
     return path
 
 
-async def test_a_file(target, secret):
+@every_target
+async def test_a_file_cannot_be_read(target, secret):
     code = with_values(READ, path=str(secret))
     assert outside(code, secret.parent) == "the secret"
     assert (await target.attack(code)).output == "nothing"
 
 
-async def test_a_file_through_links(target, secret, tmp_path):
+async def test_a_file_cannot_be_read_through_links(target, secret, tmp_path):
     code = with_values(BY_LINK, path=str(secret))
     work = tmp_path / "work"
     work.mkdir()
@@ -90,7 +91,7 @@ async def test_a_file_through_links(target, secret, tmp_path):
     assert "secret" not in (await target.attack("print(open('link').read())")).output
 
 
-async def test_a_file_by_handle(target, secret):
+async def test_a_file_cannot_be_opened_by_handle(target, secret):
     if os.getuid():
         pytest.skip("opening by handle takes root outside too")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -107,7 +108,8 @@ async def test_a_file_by_handle(target, secret):
     assert (await target.attack(code)).output == "Operation not permitted"
 
 
-async def test_the_environment_of_the_parent(target, tmp_path):
+@every_target
+async def test_the_environment_of_the_parent_cannot_be_read(target, tmp_path):
     # What this process was started with: `os.environ` may be newer.
     entries = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
     foreign = [entry for entry in entries if entry.partition("=")[0] not in {*INNER_NAMES, ""}]

@@ -1,6 +1,7 @@
 """Two at once: neither ends, reads or talks to the other (starving: `test_bombs`)."""
 
 import asyncio
+import os
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 
 from mega_agentrl.runtime.free_port import free_port
 from tests.escape.outside import outside, with_values
+from tests.sandbox.sandboxes import wait_until_running
 
 KILL_RANGE = """
 import os, signal
@@ -41,7 +43,13 @@ for pid in [*filter(str.isdigit, os.listdir('/proc')), *map(str, pids)]:
             pass
 print('seen', seen)
 """
-WAIT = "import time\ntime.sleep(wait_s)\nprint('still here')"
+WAIT = """
+import time
+open('/proc/self/comm', 'w').write(name)
+time.sleep(wait_s)
+open('/proc/self/comm', 'w').write('done')
+print('still here')
+"""
 
 LISTEN = """
 import socket
@@ -60,7 +68,7 @@ found = []
 for family, address in ((socket.AF_INET, ('127.0.0.1', port)), (socket.AF_UNIX, name)):
     try:
         link = socket.socket(family)
-        link.settimeout(1)
+        link.settimeout(60)
         link.connect(address)
         found.append(str(address))
     except OSError:
@@ -92,18 +100,21 @@ async def end(*runners):
         await runner.close()
 
 
-@pytest.mark.parametrize("mode", ["stateless", "stateful"])
-async def test_killing_a_sibling(two, tmp_path, mode):
-    wait = with_values(WAIT, wait_s=60)
+@pytest.mark.parametrize(
+    "mode", [pytest.param("stateless", marks=pytest.mark.extended), "stateful"]
+)
+async def test_a_sibling_cannot_be_killed_or_seen(two, tmp_path, marker, mode):
+    wait = with_values(WAIT, name=marker, wait_s=600)
     with subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE) as other:
         look = outside(with_values(LOOK_INTO, pids=[other.pid]), tmp_path)
         assert int(look.split()[1]) >= 6
         assert outside(with_values(KILL_RANGE, pids=[other.pid]), tmp_path) == "sent 2"
-        assert other.communicate(timeout=20)[0] == b""
+        assert other.communicate(timeout=60)[0] == b""
     attack = with_values(KILL_RANGE, pids=[-1, *range(2, 600)])
     victim, attacker = two
-    running = asyncio.create_task(victim.run(with_values(WAIT, wait_s=0.7)))
-    await asyncio.sleep(0.2)
+    wait = with_values(WAIT, name=marker, wait_s=0.5)
+    running = asyncio.create_task(victim.run(wait))
+    await asyncio.to_thread(wait_until_running, marker)
     results = [await attacker.run(attack) for _ in range(3)]
     assert (await running).output == "still here"
     # kill(-1) leaves out the caller and process 1: there is nobody else.
@@ -111,7 +122,7 @@ async def test_killing_a_sibling(two, tmp_path, mode):
     assert (await attacker.run(with_values(LOOK_INTO, pids=[]))).output == "seen 0"
 
 
-async def test_killing_a_fork_or_its_parent(pool):
+async def test_a_fork_and_its_parent_cannot_kill_or_see_each_other(pool, marker):
     parent = await pool.open()
     assert (await parent.run("x = [1]; print(x)")).output == "[1]"
     child = await parent.fork()
@@ -120,9 +131,9 @@ async def test_killing_a_fork_or_its_parent(pool):
     families = [parent, child, other]
     for attacker in families:
         victims = [session for session in families if session is not attacker]
-        wait = with_values(WAIT, wait_s=0.5)
+        wait = with_values(WAIT, name=marker, wait_s=0.3)
         running = [asyncio.create_task(victim.run(wait)) for victim in victims]
-        await asyncio.sleep(0.2)
+        await asyncio.to_thread(wait_until_running, marker, 2)
         assert (await attacker.run(attack)).output == "sent 0"
         assert [(await task).output for task in running] == ["still here"] * 2
         look = with_values(LOOK_INTO, pids=[])
@@ -132,9 +143,11 @@ async def test_killing_a_fork_or_its_parent(pool):
     await end(*families)
 
 
-@pytest.mark.parametrize("relation", ["strangers", "family"])
-async def test_talking_to_a_sibling(pool, tmp_path, relation):
-    names = {"port": free_port(), "name": "\0escape-sibling"}
+@pytest.mark.parametrize(
+    "relation", [pytest.param("strangers", marks=pytest.mark.extended), "family"]
+)
+async def test_a_sibling_cannot_be_reached(pool, tmp_path, relation):
+    names = {"port": free_port(), "name": f"\0escape-sibling{os.getpid()}"}
     code = with_values(LISTEN.replace("/tmp/", "").replace("/dev/shm/", "other-"), **names)
     reach = with_values(REACH.replace("/tmp/", "").replace("/dev/shm/", "other-"), **names)
     assert outside(code + reach, tmp_path).splitlines()[-1].startswith("4 ")
@@ -146,9 +159,11 @@ async def test_talking_to_a_sibling(pool, tmp_path, relation):
     await end(listener, other)
 
 
-@pytest.mark.parametrize("mode", ["stateless", "stateful", "family"])
-async def test_shared_memory_of_a_sibling(two, tmp_path, mode):
-    key = 0x6573_6361
+@pytest.mark.parametrize(
+    "mode", ["stateless", pytest.param("stateful", marks=pytest.mark.extended), "family"]
+)
+async def test_shared_memory_is_not_that_of_a_sibling(two, tmp_path, mode):
+    key = 0x6500_0000 + os.getpid()
     make, look = (with_values(SHARE, key=key, make=make) for make in (True, False))
     assert "-1" not in outside(make, tmp_path).split()
     assert "-1" not in outside(look, tmp_path).split()
@@ -157,14 +172,14 @@ async def test_shared_memory_of_a_sibling(two, tmp_path, mode):
     if mode == "family":
         other = await maker.fork()
     assert "-1" not in (await maker.run(make)).output.split()
-    for _ in range(4):
+    for _ in range(2):
         assert (await other.run(look)).output == "-1 -1"
     if mode == "family":
         await end(other)
 
 
 @pytest.mark.parametrize("mode", ["stateless", "stateful"])
-async def test_files_of_a_sibling(two, pool, mode):
+async def test_files_of_a_sibling_are_not_there(two, pool, mode):
     first, second = two
     for folder in ("/tmp", "/dev/shm"):
         assert (await first.run(f"open('{folder}/note', 'w').write('1'); print(1)")).output == "1"

@@ -1,6 +1,6 @@
 """A launcher that is not root: starts a pool, runs attacks, prints their results.
 
-python user_pool.py '{"mode": "stateful", "codes": [...], "timeout_s": 2.0, "fork": true}'
+python user_pool.py '{"mode": "stateful", "codes": [["print(1)", 2.0], ...], "fork": true}'
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from mega_agentrl.sandbox.workspace.pool import WorkspacePool
 
 
 async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
-    """Status and output of every code in order; with `fork`, of the last one in a fork, too."""
+    """Return status and output of every code, each with its time limit, in order.
+
+    With `fork`, of the last one in a fork, too.
+    """
     pool: SandboxPool
     if job["mode"] == "workspace":
         pool = WorkspacePool(WorkspaceToolConfig(root="host", num_processes=64))
@@ -32,9 +35,9 @@ async def run(job: dict[str, Any]) -> list[tuple[str, str]]:
         runner: Any = pool if job["mode"] == "stateless" else await pool.open()
         if job["mode"] == "workspace":
             runner = WorkspaceSession(runner)
-        results = [await runner.run(code, job["timeout_s"]) for code in job["codes"]]
+        results = [await runner.run(code, timeout_s) for code, timeout_s in job["codes"]]
         if job["fork"]:
-            results.append(await (await runner.fork()).run(job["codes"][-1], job["timeout_s"]))
+            results.append(await (await runner.fork()).run(*job["codes"][-1]))
     finally:
         await pool.close()
     return [(result.status.value, result.output) for result in results]
