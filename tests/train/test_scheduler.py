@@ -26,6 +26,7 @@ from tests.train.metric_lines import metric_lines
 
 DEADLINE_S = 120
 pytestmark = pytest.mark.usefixtures("bare_runs")
+extended = pytest.mark.extended
 
 
 def steps_of(components, config, *, staleness, **changes):
@@ -102,7 +103,7 @@ def test_a_collection_begins_as_soon_as_the_bound_allows(components):
     assert collector.acked == [1, 2, 3, 4, 5]
 
 
-def test_at_most_so_many_collections_are_under_way_and_the_end_leaves_none(components):
+def test_the_bound_limits_the_collections_under_way_and_the_end_leaves_none(components):
     async def open_gate(collector, step):
         collector.gates[step].set()
         for _ in range(20):
@@ -150,7 +151,7 @@ def test_one_step_off_every_token_is_one_version_old_but_those_of_the_first_step
     assert without_ages(lines) == without_ages(steps_of(components, config, staleness=0))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=extended) for n in (1, 2))])
 def test_no_token_is_older_than_the_bound_whatever_is_slow(components, config, seed):
     components.generator, components.tools.delays = FakeGenerator(delays=seed), seed
     lines = steps_of(components, config, staleness=3)
@@ -232,7 +233,7 @@ class Gated(FakeGenerator):
         return await super().generate(request)
 
 
-def test_where_no_engine_serves_the_next_weights_are_not_waited_with(components, config):
+def test_new_weights_do_not_wait_for_requests_that_no_engine_serves(components, config):
     # A new engine has no weights before the next ones are sent: to wait would be for ever.
     components.generator = Gated()
     lines = steps_of(components, config, staleness=1)
@@ -258,9 +259,15 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_any_call_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("adaptive KL", 0),
+        pytest.param("ARES with its bootstrap", 0, marks=pytest.mark.extended),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+def test_a_run_killed_at_any_call_ends_as_if_undisturbed(config, tmp_path, kind, first):
     """One step off a step is sampled by one version, and its trees are kept until it is saved."""
     make = partial(make_config, config, staleness=1, **KINDS[kind])
     moments = Moments()
@@ -276,12 +283,16 @@ def test_killed_at_any_call_it_ends_as_if_undisturbed(config, tmp_path, kind, fi
         assert found == expected, f"killed at {name} {number}"
 
 
-def test_a_signal_at_any_call_saves_and_it_goes_on_with_the_same_prompts(config, tmp_path):
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=extended) for n in (1, 2))])
+def test_a_signal_at_any_call_saves_and_the_run_goes_on_with_the_same_prompts(
+    config, tmp_path, first
+):
     """What a signal cuts short is sampled again, with the newer weights of its boundary."""
     make = partial(make_config, config, staleness=1, **KINDS["adaptive KL"])
     expected = outcome(made := make(tmp_path / "whole"), start(made, moments := Moments()))
     names = [name for name in moments.names if name != "generate"]
-    for at, name in enumerate(names):
+    for at in range(first, len(names), 3):
+        name = names[at]
         number, signal_handler = names[: at + 1].count(name), SignalHandler()
         made = make(tmp_path / f"stopped-{name}-{number}")
         ask = partial(signal_handler.on_signal, signal.SIGUSR1)
@@ -331,7 +342,7 @@ def test_collect_gives_a_full_group_per_prompt_and_differs_by_step(components, c
     assert texts(1) == texts(1) != texts(2)
 
 
-def test_what_is_carried_over_ends_with_the_run_and_its_prompts_go_back(components, config):
+def test_carried_over_groups_end_with_the_run_and_their_prompts_go_back(components, config):
     async def num_tasks():
         return len(asyncio.all_tasks())
 

@@ -109,14 +109,16 @@ def test_a_run_without_output_has_a_page():
     assert not [one for one in read.all("section") if one]
 
 
+@pytest.mark.extended
 @needs_browser
-def test_it_opens_from_disk_without_an_error(browser, address):
+def test_the_page_opens_from_disk_without_an_error(browser, address):
     browser.open(address)
     assert browser.errors == []
     assert browser.requests() == [address]
     assert browser.run("globalThis.owned === undefined && document.title !== 'owned'")
 
 
+@pytest.mark.extended
 @needs_browser
 def test_branches_are_drawn_where_they_happened(browser, address):
     browser.open(f"{address}#step=step_000001&tree=3&path=0.0.0")
@@ -153,8 +155,9 @@ def test_a_click_on_a_leaf_opens_its_conversation(browser, address):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
-def test_the_pointer_reads_a_token_and_a_chart(browser, address):
+def test_the_pointer_shows_values_of_tokens_and_charts(browser, address):
     browser.open(f"{address}#step=step_000001&tree=3")
     browser.click('[data-path="0"] .said', share=0.02)
     tip = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').textContent"
@@ -164,6 +167,7 @@ def test_the_pointer_reads_a_token_and_a_chart(browser, address):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
 def test_hostile_text_is_shown_as_text(browser, address):
     browser.open(f"{address}#step=step_000008&tree=1")
@@ -177,6 +181,7 @@ def test_hostile_text_is_shown_as_text(browser, address):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
 def test_a_path_shows_the_images_of_its_question_and_answers(browser, tmp_path):
     image = ImageInput(
@@ -209,6 +214,7 @@ def test_a_path_shows_the_images_of_its_question_and_answers(browser, tmp_path):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
 def test_a_tree_without_a_tokenizer_is_drawn(browser, address):
     browser.open(f"{address}#step=step_000008&tree=0")
@@ -219,6 +225,7 @@ def test_a_tree_without_a_tokenizer_is_drawn(browser, address):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
 def test_prompts_can_be_found_and_steps_chosen(browser, address):
     browser.open(address)
@@ -237,6 +244,7 @@ def test_prompts_can_be_found_and_steps_chosen(browser, address):
     assert browser.errors == []
 
 
+@pytest.mark.extended
 @needs_browser
 def test_five_thousand_trajectories_open(browser, tmp_path, record_property):
     path = tmp_path / "large.html"

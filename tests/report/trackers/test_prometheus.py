@@ -21,15 +21,15 @@ def quick_ends(monkeypatch):
 
 
 @pytest.fixture
-def port():
-    return free_port()
+def tracker():
+    tracker = PrometheusTracker("127.0.0.1", 0)
+    yield tracker
+    tracker.close()
 
 
 @pytest.fixture
-def tracker(port):
-    tracker = PrometheusTracker("127.0.0.1", port)
-    yield tracker
-    tracker.close()
+def port(tracker):
+    return tracker.port
 
 
 def scrape(port):
@@ -48,7 +48,6 @@ def test_the_latest_values_and_the_sums_are_served(tracker, port):
     tracker.log("sft", 1, {"num_tokens": 10})
     tracker.log("rl", 1, {"actor/num_tokens": 5, "rollout/tool/search/num_calls": 2})
     tracker.log("rl", 2, {"actor/num_tokens": 7, "rollout/tool/search/num_calls": 3, "a-b": -1})
-    assert tracker.port == port
     assert scrape(port) == {
         ("mega_agentrl_steps_total", "sft"): 1,
         ("mega_agentrl_steps_total", "rl"): 2,
@@ -86,8 +85,9 @@ def test_an_address_of_another_machine_is_an_error_that_names_it():
     ids=["default", "all_interfaces"],
 )
 def test_other_machines_reach_the_endpoint_only_if_that_is_set(
-    tmp_path, port, settings, address, is_open
+    tmp_path, settings, address, is_open
 ):
+    port = free_port()
     config = ReportConfig(prometheus_port=port, trackers=[], **settings)
     with open_trackers(tmp_path, config) as (tracker,):
         assert tracker.host == address
@@ -95,7 +95,9 @@ def test_other_machines_reach_the_endpoint_only_if_that_is_set(
         assert (f"00000000:{port:04X}" in listening) is is_open
 
 
-def test_a_closed_endpoint_frees_its_port(port):
-    for _ in range(2):
-        tracker = PrometheusTracker("127.0.0.1", port)
-        tracker.close()
+def test_a_closed_endpoint_frees_its_port():
+    first = PrometheusTracker("127.0.0.1", 0)
+    first.close()
+    second = PrometheusTracker("127.0.0.1", first.port)
+    assert second.port == first.port
+    second.close()

@@ -18,11 +18,24 @@ from tests.train.file_policy import WEIGHT
 from tests.train.interruptible_run import STEPS, Killed, Moments, die, make_config, outcome, start
 
 KINDS = {
-    "warm start, ARES with its bootstrap": {"warm": True, "ares": True},
-    "no warm start, adaptive KL": {"warm": False, "ares": False},
-    "a critic with its warm-up": {"warm": False, "ares": False, "critic": True},
+    "warm start and ARES": {"warm": True, "ares": True},
+    "adaptive KL": {"warm": False, "ares": False},
+    "critic with its warm-up": {"warm": False, "ares": False, "critic": True},
 }
 pytestmark = pytest.mark.usefixtures("bare_runs")
+
+
+def kinds_and_moments(quick, first):
+    """Parametrize by kind and first moment: one pair is quick, the others are not."""
+    rest = [kind for kind in KINDS if kind != quick]
+    return pytest.mark.parametrize(
+        ("kind", "first"),
+        [
+            (quick, first),
+            *(pytest.param(kind, first, marks=pytest.mark.extended) for kind in rest),
+            *(pytest.param(kind, 1 - first, marks=pytest.mark.slow) for kind in KINDS),
+        ],
+    )
 
 
 def run_on(config, first, signal_handler=None):
@@ -36,9 +49,8 @@ def run_on(config, first, signal_handler=None):
     return outcome(config, components), num_ended
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind, first):
+@kinds_and_moments("warm start and ARES", first=0)
+def test_a_run_killed_at_any_moment_ends_as_if_undisturbed(config, tmp_path, kind, first):
     """first: every second moment from here on; a signal comes at the others."""
     moments = Moments()
     make = partial(make_config, config, **KINDS[kind])
@@ -53,9 +65,8 @@ def test_killed_at_any_moment_it_ends_as_if_undisturbed(config, tmp_path, kind, 
         assert found == expected, f"killed at moment {at}, {moments.names[at]}"
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(0, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_at_any_moment_saves_and_it_goes_on(config, tmp_path, kind, first):
+@kinds_and_moments("adaptive KL", first=1)
+def test_a_signal_at_any_moment_saves_and_the_run_goes_on(config, tmp_path, kind, first):
     moments = Moments()
     make = partial(make_config, config, **KINDS[kind])
     expected, _ = run_on(make(tmp_path / "whole"), moments)
@@ -101,7 +112,7 @@ def test_a_checkpoint_without_its_critics_half_is_passed_over(config, tmp_path, 
     assert "step-000002 is skipped" in caplog.text
 
 
-def test_where_every_policys_half_is_damaged_the_critic_begins_anew_too(config, tmp_path):
+def test_the_critic_begins_anew_where_the_policy_of_every_checkpoint_is_damaged(config, tmp_path):
     made, expected = saved_run(config, tmp_path, warm=False, ares=False, critic=True)
     for folder in run_state.valid_checkpoints(Path(made.run_dir)):
         # As long as before: the critic's half is taken up before reading this one tells.
@@ -126,7 +137,7 @@ def test_a_signal_loses_no_finished_step(config, tmp_path):
         assert run_state.valid_checkpoints(folder)[0].name == f"step-{step:06d}"
 
 
-def test_killed_again_and_again_it_still_ends_as_if_undisturbed(config, tmp_path):
+def test_a_run_killed_again_and_again_ends_as_if_undisturbed(config, tmp_path):
     make = partial(make_config, config, warm=True, ares=True, save_every=1)
     expected, _ = run_on(make(tmp_path / "whole"), Moments())
     made = make(tmp_path / "killed")
@@ -138,7 +149,7 @@ def test_killed_again_and_again_it_still_ends_as_if_undisturbed(config, tmp_path
     assert outcome(made, start(made, Moments())) == expected
 
 
-def test_a_queue_that_stops_it_in_every_stage_gets_it_to_its_end(config, tmp_path):
+def test_a_run_stopped_by_the_queue_in_every_stage_reaches_its_end(config, tmp_path):
     make = partial(make_config, config, warm=True, ares=True)
     expected, _ = run_on(make(tmp_path / "whole"), Moments())
     made, where = make(tmp_path / "stopped"), []
@@ -170,7 +181,7 @@ def saved_run(config, folder, **kind):
 
 
 @pytest.mark.parametrize("text", ["", "9.9"], ids=["size", "contents"])
-def test_a_damaged_newest_one_is_passed_over_with_a_warning(config, tmp_path, caplog, text):
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(config, tmp_path, caplog, text):
     made, expected = saved_run(config, tmp_path, warm=False, ares=False)
     newest = run_state.valid_checkpoints(Path(made.run_dir))[0]
     path = newest / WEIGHT
@@ -189,7 +200,7 @@ def test_without_the_warm_start_there_is_no_reference_to_go_on_with(config, tmp_
     assert "warm_start/" in error.got
 
 
-def test_more_steps_may_be_asked_for_later(config, tmp_path):
+def test_a_later_start_may_ask_for_more_steps(config, tmp_path):
     made, _ = saved_run(config, tmp_path, warm=False, ares=False)
     longer = replace(made, total_steps=5)
     found = outcome(longer, start(longer, Moments()))
@@ -197,14 +208,14 @@ def test_more_steps_may_be_asked_for_later(config, tmp_path):
     assert found == outcome(whole, start(whole, Moments()))
 
 
-def test_metrics_of_a_run_without_a_checkpoint_go(components, config, tmp_path):
+def test_metrics_of_a_run_without_a_checkpoint_are_removed(components, config, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("old\n")
     assert restore(components, config) is None
     assert not (tmp_path / "metrics.jsonl").exists()
     assert components.policy.calls == []
 
 
-def test_the_loop_says_so_where_it_goes_on(config, tmp_path, capsys):
+def test_the_screen_shows_the_step_after_which_a_run_continues(config, tmp_path, capsys):
     made, _ = saved_run(config, tmp_path, warm=False, ares=False)
     capsys.readouterr()
     start(made, Moments())
@@ -220,8 +231,8 @@ def lose():
 @pytest.mark.parametrize(
     ("warm", "critic"),
     [
-        (True, True),
         (False, False),
+        pytest.param(True, True, marks=pytest.mark.extended),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
     ],
