@@ -23,7 +23,11 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.remote_calls import (
+    NoEngineLeftError,
+    PolicyRankDiedError,
+    RemoteCallError,
+)
 from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
 from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS
@@ -88,10 +92,9 @@ class Coordinator:
         Raises:
             RemoteCallError: The transfer failed; names ranks, tensor and bucket. The engines then
                 refuse requests.
-            ValueError: The weights that arrived are wrong, or `generator` belongs to another run.
+            ValueError: The weights that arrived are wrong.
         """
-        if generator is not self._engines:
-            raise ValueError("sync_weights: expected the generator that this policy is attached to")
+        assert generator is self._engines, "the engines of this run"
         registry = self._engines.registry
         with self._lock:
             if self._gpus is not None and registry.lost_reasons:
@@ -150,7 +153,7 @@ class Coordinator:
         # An engine that starts meanwhile is not awake and waits for `sync_new_engines`.
         engines = self._engines.registry.live_engines
         if not engines:
-            raise RemoteCallError("weight transfer: no engine is left to receive the weights")
+            raise NoEngineLeftError({}, "the weights have no receiver")
         release = None if self._gpus is None else partial(self._gpus.release_to_engines, engines)
         try:
             if self._gpus is not None:

@@ -146,7 +146,7 @@ def read_inputs(
     codec = HFCodec(config.model.path)
     tools = _build_toolkit(config, codec, user_code)
     interactions = user_code.interactions
-    _check_tag_tokens(codec, tools.call_markers)
+    _check_tag_tokens(codec, tools.call_markers, config.rollout.call_protocol)
     agent_parts = [] if user_code.agents is None else agent_part_names(config.reward)
     if user_code.agents is not None and AGENT_PART in tools.names:
         raise ConfigError(
@@ -262,42 +262,47 @@ def _check_auxiliary_tokenizers(config: TrainConfig, codec: HFCodec) -> None:
     """Check the tokenizers of reward model and reference, and the reference's shape."""
     if config.reward.hosts_reward_model:
         source = config.reward.model.path_or_url
-        check_tokenizers(codec, HFCodec(source), f"reward.model.path_or_url={source}")
+        check_tokenizers(codec, HFCodec(source), "reward.model.path_or_url", source)
     if config.model.reference_path:
         _check_reference(config, codec)
 
 
-def check_tokenizers(policy: HFCodec, other: HFCodec, source: str) -> None:
-    """Raise `ValueError` if the two tokenizers do not give the same ids.
+def check_tokenizers(policy: HFCodec, other: HFCodec, key: str, folder: str) -> None:
+    """Raise `ConfigError` if the two tokenizers do not give the same ids.
 
     Args:
         policy: Tokenizer of the policy.
         other: Tokenizer of the other model.
-        source: Configuration key and value of the other model, for the error message.
+        key: Setting with the other model, for the error message.
+        folder: The other model.
     """
     if policy.vocab_size != other.vocab_size or policy.encode(
         _TOKENIZER_PROBE_TEXT
     ) != other.encode(_TOKENIZER_PROBE_TEXT):
-        raise ValueError(
-            f"{source}: its tokenizer has {other.vocab_size} tokens and the "
-            f"policy's {policy.vocab_size}, or they give different ids; expected the same "
-            "because this model reads the policy's token ids; probable cause: another model family "
-            "(a reward model can also be served by an OpenAI-compatible server: give its address)"
+        raise ConfigError(
+            key,
+            folder,
+            f"a tokenizer with the policy's {policy.vocab_size} ids (this one has "
+            f"{other.vocab_size}), because the model reads the policy's token ids",
+            "another model family (a reward model can also be served by an OpenAI-compatible "
+            "server: give its address)",
         )
 
 
 def _check_reference(config: TrainConfig, codec: HFCodec) -> None:
     """Check that the reference has the policy's shape and token ids."""
-    folder = config.model.reference_path
+    folder, key = config.model.reference_path, "model.reference_path"
     policy = asdict(ModelShape.from_folder(config.model.path))
     other = asdict(ModelShape.from_folder(folder))
     if names := [name for name in policy if policy[name] != other[name]]:
-        raise ValueError(
-            f"model.reference_path={folder}: got {', '.join(f'{n}={other[n]}' for n in names)}; "
-            f"expected {', '.join(f'{n}={policy[n]}' for n in names)} as in model.path; probable "
-            "cause: a model of another size"
+        raise ConfigError(
+            key,
+            folder,
+            f"a model with {', '.join(f'{n}={policy[n]}' for n in names)} as in model.path (this "
+            f"one has {', '.join(f'{n}={other[n]}' for n in names)})",
+            "a model of another size",
         )
-    check_tokenizers(codec, HFCodec(folder), f"model.reference_path={folder}")
+    check_tokenizers(codec, HFCodec(folder), key, folder)
 
 
 def _encode_demonstrations(
@@ -367,12 +372,14 @@ def _report_unused_tools(user_code: UserCode, prompts: Iterable[Prompt]) -> None
             )
 
 
-def _check_tag_tokens(codec: HFCodec, markers: Iterable[str]) -> None:
+def _check_tag_tokens(codec: HFCodec, markers: Iterable[str], protocol: CallProtocol) -> None:
     if special := [marker for marker in markers if not codec.survives_decoding(marker)]:
-        raise ValueError(
-            f"rollout.call_protocol: the tokenizer declares {', '.join(special)} special, expected "
-            "plain or added tokens; tool calls would be missing in the decoded text. Set "
-            "`special` to false in tokenizer_config.json and tokenizer.json"
+        raise ConfigError(
+            "rollout.call_protocol",
+            protocol,
+            f"a tokenizer that does not declare {', '.join(special)} special, because tool calls "
+            "would be missing in the decoded text. Set `special` to false in tokenizer_config.json "
+            "and tokenizer.json",
         )
 
 

@@ -42,6 +42,15 @@ class ProcessDiedError(RemoteCallError):
         self.process_name = name
 
 
+class NoEngineLeftError(RemoteCallError):
+    """No engine will ever accept requests, because all are abandoned or the run ends."""
+
+    def __init__(self, reasons: Mapping[int, str], end_reason: str) -> None:
+        super().__init__(f"no engine is left: {'; '.join(reasons.values()) or end_reason}")
+        self.reasons = dict(reasons)
+        """Why each abandoned engine was abandoned, by index."""
+
+
 class ModelRankDiedError(ProcessDiedError, AuxiliaryModelLostError):
     """A rank of a model other than the policy is dead or silent."""
 

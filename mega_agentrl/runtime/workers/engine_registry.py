@@ -15,7 +15,7 @@ from collections import Counter
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.remote_calls import NoEngineLeftError, PolicyRankDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -120,7 +120,7 @@ class EngineRegistry:
         """Wait until an engine accepts requests.
 
         Raises:
-            RemoteCallError: No engine will ever accept requests.
+            NoEngineLeftError: No engine will ever accept requests.
             PolicyRankDiedError: No engine will accept requests until the policy is restarted.
         """
         while not self.routable:
@@ -130,8 +130,7 @@ class EngineRegistry:
                 if self.policy_error is not None:
                     raise PolicyRankDiedError(f"no engine has weights: {self.policy_error}")
                 if self.is_closed or not (self.lost_reasons or self.new_engines):
-                    reason = "; ".join(self._abandoned_reasons.values()) or self._end_reason
-                    raise RemoteCallError(f"no engine is left: {reason}")
+                    raise NoEngineLeftError(self._abandoned_reasons, self._end_reason)
                 waiter: Future[None] = Future()
                 self._waiters.append(waiter)
             await asyncio.wrap_future(waiter)

@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
 
 
-_DEAD_RANK_WAIT_S = 5.0
-"""Time in seconds to find dead ranks after one of them has failed."""
+_DEAD_RANK_WAIT_S = 15.0
+"""Time in seconds to find dead ranks after one of them has failed; Ray learns of a death late where
+other programs use all cores."""
 
 
 class RankActor:

@@ -1,34 +1,55 @@
 """Engines that die, hang or never come back, with small Ray actors in place of vLLM."""
 
 import asyncio
+import itertools
 import os
 import signal
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.remote_calls import (
+    NoEngineLeftError,
+    PolicyRankDiedError,
+    ProcessDiedError,
+)
 from mega_agentrl.runtime.workers import engine_supervisor as module
 from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 from mega_agentrl.types.errors import EngineLostError
 from mega_agentrl.types.records import GenerateRequest
+from tests.processes import wait_until_gone
 
 
 @ray.remote(num_cpus=0, max_concurrency=64)
-class FakeEngine:
-    """Answers with its process id; while `holds` is set, its start and `slow` requests wait."""
+class EngineProcess:
+    """Runs one engine after the other, each until it is killed or says that it is dead.
 
-    def __init__(self, starts=True, holds=False):
-        self.starts, self.holds, self.dead, self.num_running = starts, holds, False, 0
+    The start and the `slow` requests of an engine wait while it `holds`.
+    """
 
-    async def call(self, method, *args):
-        if self.dead:
-            raise EngineLostError("engine is dead")
+    def __init__(self):
+        self.engine, self.num_running = 0, 0
+        self.starts = self.holds = self.dead = False
+
+    def create_engine(self, engine, starts, holds):
+        self.engine, self.starts, self.holds = engine, starts, holds
+        self.dead, self.num_running = False, 0
+
+    def kill_engine(self, engine):
+        self.dead |= engine == self.engine
+
+    def pid(self):
+        return os.getpid()
+
+    async def call(self, engine, method, *args):
+        """Answer with the number of the engine."""
+        self.check_alive(engine)
         if method == "die":
             self.dead = True
         if method == "release":
@@ -39,17 +60,64 @@ class FakeEngine:
             raise EngineLostError("engine is dead")
         if method == "generate" and "slow" in args[0].request_id:
             self.num_running += 1
-            while self.holds:
-                await asyncio.sleep(0.05)
-                if self.dead:
-                    raise EngineLostError("engine is dead")
-        return os.getpid()
+            await self.wait_while_held(engine)
+        return engine
 
-    async def start(self, model_path, seed, deadline_s):
+    async def start(self, engine, model_path, seed, deadline_s):
         if not self.starts:
             raise RuntimeError("no memory")
-        while self.holds:
-            await asyncio.sleep(0.05)
+        await self.wait_while_held(engine)
+
+    async def wait_while_held(self, engine):
+        while engine == self.engine and self.holds and not self.dead:
+            await asyncio.sleep(0.02)
+        self.check_alive(engine)
+
+    def check_alive(self, engine):
+        if engine != self.engine or self.dead:
+            raise EngineLostError("engine is dead")
+
+
+class Engine:
+    """The handle of an engine, in place of the handle of an actor."""
+
+    numbers = itertools.count()
+
+    def __init__(self, process, *, starts=True, holds=False):
+        self.process, self.number = process, next(self.numbers)
+        self.call, self.start = self.method("call"), self.method("start")
+        # Waits, because calls of an actor with coroutines may overtake each other.
+        ray.get(process.create_engine.remote(self.number, starts, holds), timeout=300)
+
+    def method(self, name):
+        remote = getattr(self.process, name).remote
+        return SimpleNamespace(remote=lambda *args: remote(self.number, *args))
+
+    def pid(self):
+        return ray.get(self.process.pid.remote(), timeout=300)
+
+
+class Processes:
+    """Processes that the tests share: `ray.kill` ends the engine of one, which runs the next."""
+
+    def __init__(self):
+        self.free, self.doomed, self.kill_actor = [], [], ray.kill
+
+    def spawn(self, **settings):
+        return Engine(self.free.pop(0) if self.free else EngineProcess.remote(), **settings)
+
+    def signal(self, engine, number):
+        """Send a signal to an engine's process, which is not used again."""
+        self.doomed.append(engine.process)
+        os.kill(engine.pid(), number)
+
+    def kill(self, engine, no_restart=True):
+        """Take the place of `ray.kill`."""
+        if any(engine.process is one for one in self.doomed):
+            self.kill_actor(engine.process)
+            return
+        engine.process.kill_engine.remote(engine.number)
+        self.free.append(engine.process)
 
 
 class FakeWeightSync:
@@ -73,24 +141,24 @@ class FakeWeightSync:
         return not self.busy
 
 
+@pytest.fixture(scope="module")
+def processes(ray_local):
+    return Processes()
+
+
 @pytest.fixture
-def supervised(ray_local, request, monkeypatch):
-    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.1)
+def supervised(processes, request, monkeypatch):
+    monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.05)
     # A slow machine is not taken for a dead engine.
     monkeypatch.setattr(module, "ENGINE_TIMEOUT_S", 300.0)
-    made = []
     starts = getattr(request, "param", True)
-
-    def spawn(index):
-        made.append(FakeEngine.remote(starts))
-        return made[-1]
-
     config = TrainConfig(cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0))
-    actors = [FakeEngine.remote(holds=True) for _ in range(2)]
-    ray.get([actor.call.remote("check_health") for actor in actors], timeout=300)
-    engines = GeneratorGroup(actors, config, spawn)
+    made = [processes.spawn(holds=True) for _ in range(2)]
+    ray.get([engine.call.remote("check_health") for engine in made], timeout=300)
+    engines = GeneratorGroup(made, config, lambda index: processes.spawn(starts=starts))
     weight_sync = FakeWeightSync()
     supervisor = EngineSupervisor(engines, weight_sync.sync_new_engines, nullcontext)
+    monkeypatch.setattr(ray, "kill", processes.kill)
     supervisor.start()
     yield engines, weight_sync, supervisor
     supervisor.close()
@@ -101,7 +169,8 @@ def generate(engines, name):
     return engines.generate(GenerateRequest(request_id=name, token_ids=(1, 2), max_tokens=4))
 
 
-def pid(engines, index):
+def number(engines, index):
+    """Return the number by which an engine answers."""
     return ray.get(engines.actor(index).call.remote("check_health"), timeout=300)
 
 
@@ -109,13 +178,13 @@ async def until(condition, deadline_s=300):
     ends_at = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < ends_at
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
 
 
 async def until_running(engines, index, count=1):
     """Wait until an engine runs `count` slow requests."""
     while await engines._call_engine(index, "running") < count:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.02)
 
 
 async def until_sync_attempts(weight_sync, times):
@@ -124,21 +193,21 @@ async def until_sync_attempts(weight_sync, times):
     await until(lambda: weight_sync.num_attempts >= seen + times)
 
 
-async def test_requests_of_a_dead_engine_are_retried_and_it_is_replaced(supervised):
+async def test_requests_of_a_dead_engine_are_retried_and_it_is_replaced(supervised, processes):
     engines, weight_sync, _ = supervised
     engines.report_lost(0, object(), "old news: somebody else's process died")
     assert engines.routable_engines == [0, 1]
-    both = [pid(engines, 0), pid(engines, 1)]
+    both = [number(engines, 0), number(engines, 1)]
     running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
     for index in (0, 1):
         await until_running(engines, index)
-    os.kill(both[0], signal.SIGKILL)
+    processes.signal(engines.actor(0), signal.SIGKILL)
     await until_running(engines, 1, 2)
     await engines._call_engine(1, "release")
     assert await asyncio.gather(*running) == [both[1], both[1]]
     await until(lambda: engines.routable_engines == [0, 1])
     assert weight_sync.synced == [0]
-    assert pid(engines, 0) not in both
+    assert number(engines, 0) not in both
     assert engines.registry.num_replaced == 1
 
 
@@ -148,7 +217,7 @@ async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised
     running = [asyncio.create_task(generate(engines, f"{key}slow/0")) for key in "ab"]
     for index in (0, 1):
         await until_running(engines, index)
-    old = {pid(engines, index) for index in (0, 1)}
+    old = {number(engines, index) for index in (0, 1)}
     for index in (0, 1):
         await engines._call_engine(index, "die")
     await until(lambda: engines.registry.new_engines == {0, 1})
@@ -157,26 +226,26 @@ async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised
     assert not old & set(await asyncio.gather(*running))
 
 
-async def test_stopped_engine_process_counts_as_lost(supervised, caplog, monkeypatch):
+async def test_stopped_engine_process_counts_as_lost(supervised, processes, monkeypatch):
     engines, _, _ = supervised
-    stopped = pid(engines, 1)
+    stopped = engines.actor(1)
+    pid = stopped.pid()
+    processes.signal(stopped, signal.SIGSTOP)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "ENGINE_TIMEOUT_S", 5.0)
-        os.kill(stopped, signal.SIGSTOP)
-        await until(lambda: "engine 1 is lost and replaced: it accepts requests but" in caplog.text)
-    await until(lambda: engines.registry.num_replaced >= 1)
+        patch.setattr(module, "ENGINE_TIMEOUT_S", 2.0)
+        await until(lambda: engines.actor(1) is not stopped)
     await until(lambda: engines.routable_engines == [0, 1])
-    assert pid(engines, 1) != stopped
+    assert not wait_until_gone([pid], 300)
 
 
-async def test_engine_that_dies_while_another_starts_is_noticed(supervised):
+async def test_engine_that_dies_while_another_starts_is_noticed(supervised, processes):
     engines, _, _ = supervised
     first, spawn = engines.actor(0), engines._spawn_actor
-    engines._spawn_actor = lambda index: FakeEngine.remote(holds=True)
+    engines._spawn_actor = lambda index: processes.spawn(holds=True)
     await engines._call_engine(0, "die")
     await until(lambda: engines.actor(0) is not first)
     engines._spawn_actor = spawn
-    os.kill(pid(engines, 1), signal.SIGKILL)
+    processes.signal(engines.actor(1), signal.SIGKILL)
     await until(lambda: engines.registry.lost_reasons.keys() == {0, 1})
     await engines._call_engine(0, "release")
     await until(lambda: engines.routable_engines == [0, 1])
@@ -187,14 +256,15 @@ async def test_engines_that_cannot_restart_are_abandoned_with_an_error(supervise
     engines, _, _ = supervised
     for index in (0, 1):
         await engines._call_engine(index, "die")
-    with pytest.raises(RemoteCallError, match=r"no engine is left: engine . was lost 3 times"):
+    with pytest.raises(NoEngineLeftError) as caught:
         async with asyncio.timeout(300):
             await generate(engines, "a/0")
+    assert caught.value.reasons.keys() == {0, 1}
 
 
 async def test_request_that_kills_several_engines_fails(supervised):
     engines, _, _ = supervised
-    with pytest.raises(RemoteCallError, match="engine is dead"):
+    with pytest.raises(ProcessDiedError):
         await generate(engines, "poison/0")
     await until(lambda: engines.routable_engines == [0, 1])
     assert engines.registry.num_replaced >= 3
@@ -211,9 +281,10 @@ async def test_lost_policy_is_logged_once_and_raised_in_waiting_requests(supervi
     waiting = asyncio.create_task(generate(engines, "aslow/0"))
     await until_running(engines, 0)
     await engines._call_engine(0, "die")
-    with pytest.raises(PolicyRankDiedError, match=r"no engine has weights: policy rank 1 died"):
+    with pytest.raises(PolicyRankDiedError) as caught:
         async with asyncio.timeout(300):
             await waiting
+    assert "policy rank 1 died" in str(caught.value), "what the supervisor was told"
     await until(lambda: engines.registry.new_engines == {0, 1})
     await until_sync_attempts(weight_sync, times=12)  # often enough to lose an engine too often
     assert engines.registry.num_replaced == 2
@@ -224,20 +295,25 @@ async def test_lost_policy_is_logged_once_and_raised_in_waiting_requests(supervi
 
 async def test_waiting_requests_fail_when_the_supervisor_itself_fails(supervised, caplog):
     engines, weight_sync, _ = supervised
-    weight_sync.broken = True
+    weight_sync.busy = True
     for index in (0, 1):
         await engines._call_engine(index, "die")
-    with pytest.raises(RemoteCallError, match="the engine supervisor failed"):
+    await until(lambda: engines.registry.new_engines == {0, 1})
+    waiting = asyncio.create_task(generate(engines, "a/0"))
+    await asyncio.sleep(0)
+    weight_sync.broken = True
+    with pytest.raises(NoEngineLeftError) as caught:
         async with asyncio.timeout(300):
-            await generate(engines, "a/0")
+            await waiting
+    assert not caught.value.reasons, "no engine was abandoned"
     assert "layer 3" in caplog.text
 
 
-def test_replace_lost_engines_waits_for_the_replacement(supervised):
+def test_replace_lost_engines_waits_for_the_replacement(supervised, processes):
     engines, weight_sync, supervisor = supervised
     assert not supervisor.replace_lost_engines(0)
     weight_sync.busy = True
-    os.kill(pid(engines, 0), signal.SIGKILL)
+    processes.signal(engines.actor(0), signal.SIGKILL)
     assert supervisor.replace_lost_engines(0)
     assert engines.registry.new_engines == {0}
     assert engines.routable_engines == [1]
