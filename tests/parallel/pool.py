@@ -37,7 +37,12 @@ START_DEADLINE_S = 300.0
 COLLECTIVE_DEADLINE_S = 60.0
 STACK_WAIT_S = 10.0
 LOG_TAIL = 4000
-LIBRARIES = ["torch", "safetensors.torch", "mega_agentrl.reshard.session"]
+LIBRARIES = [
+    "torch",
+    "safetensors.torch",
+    "mega_agentrl.reshard.session",
+    "tests.parallel.transfer_kernel",
+]
 ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
 """Modules that the server imports once (5 s); a fork then takes milliseconds."""
 
