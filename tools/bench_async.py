@@ -46,6 +46,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from mega_agentrl.errors import InputError  # noqa: E402
 from tools.delayed_tools import DelayedTools  # noqa: E402
 from tools.measurement import bench_line, parse_options  # noqa: E402
 from tools.preflight_parts.compose import compose_config  # noqa: E402
@@ -109,9 +110,8 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if line["stage"] == "rl"]
     if len(steps) < 3:
-        raise ValueError(
-            f"--steps={len(steps)}: expected at least 3, the first and the last step are left out"
-        )
+        expected = "at least 3, as the first and the last step are left out"
+        raise InputError("--steps", len(steps), expected)
     return steps[1:-1]
 
 

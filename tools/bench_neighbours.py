@@ -41,14 +41,15 @@ from tests.escape.test_process_limit import IN_THE_WINDOW, WATCH  # noqa: E402
 from tools.measurement import bench_line, parse_options, select_cases  # noqa: E402
 
 NAME = "benchattack"
+BUSY = "import os\nfor _ in range(3): os.fork()\nwhile True: pass"
 ATTACKS = {
-    "busy loops": test_neighbours.BUSY,
+    "busy loops": BUSY,
     **test_neighbours.LOUD,
     "fork bomb": with_values(test_bombs.FORK_BOMB, name=NAME, bound=10**9),
     "memory": with_values(test_bombs.MEMORY_TOGETHER, processes=12, mib=60, wait_s=60),
     "output": with_values(test_bombs.OUTPUT, fd=1),
     **{
-        f"all of {kind}": with_values(test_user_counts.TAKE, kind=kind, name=NAME, hold_s=60)
+        f"all of {kind}": with_values(test_user_counts.TAKE, kinds=[kind], name=NAME, hold_s=60)
         for kind in ("pipe", "signal_to_itself")
     },
 }

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from mega_agentrl.batch.tree_order import row_lengths
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import GenerateRequest
 from tests.fakes import FakeGenerator, FakeTools
 from tools import (
@@ -150,8 +151,9 @@ def test_first_and_last_step_are_left_out(tmp_path):
     path.write_text("".join(json.dumps(one) + "\n" for one in [*steps(1, 1, 0), {"stage": "x"}]))
     assert [one["step"] for one in bench_async.read_steps(path)] == [2, 3]
     path.write_text(json.dumps(steps(1, 1, 0)[0]) + "\n")
-    with pytest.raises(ValueError, match="--steps=1"):
+    with pytest.raises(InputError) as caught:
         bench_async.read_steps(path)
+    assert (caught.value.name, caught.value.got) == ("--steps", 1)
 
 
 # ---- bench_sandbox, bench_memory and what all share ----------------------------------------
@@ -173,7 +175,7 @@ def test_percentiles_are_measured_values():
 
 def test_answers_that_differ_end_the_sandbox_benchmark():
     bench_sandbox.check_equal(["1", "2", "3"], ["1", "2"])
-    with pytest.raises(RuntimeError, match="call 1"):
+    with pytest.raises(RuntimeError):
         bench_sandbox.check_equal(["1", "5"], ["1", "2"])
 
 

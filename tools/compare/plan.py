@@ -17,8 +17,10 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.checks.cross_section import check_config
 from mega_agentrl.config.enums import Branching, LrSchedule
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.config_diff import flatten_config
 from tools.preflight_parts.compose import compose_overrides
 
@@ -228,35 +230,40 @@ def check_run(config: TrainConfig, base: TrainConfig) -> None:
     built = make_component_config(config, base)
     names = sorted(name for name in vars(built) if getattr(config, name) != getattr(built, name))
     if others := set(names) - set(MAY_DIFFER):
-        raise ValueError(
-            f"got other settings in {', '.join(sorted(others))}, expected them to be the same in "
-            "all runs, which share policy, engine and tools; probable cause: an algorithm's "
-            "preset that sets them"
+        raise InputError(
+            "settings of an algorithm",
+            f"other {', '.join(sorted(others))}",
+            "the same in all runs, which share policy, engine and tools",
+            "an algorithm's preset that sets them",
         )
     if config.algo.ares.bootstrap:
-        raise ValueError(
-            "algo.ares.bootstrap=True: expected false in a comparison, whose budget does not "
-            "count the rollouts of a bootstrap"
+        raise ConfigError(
+            "algo.ares.bootstrap",
+            True,
+            "false in a comparison, whose budget does not count the rollouts of a bootstrap",
         )
     if config.rollout.max_staleness:
-        raise ValueError(
-            f"rollout.max_staleness={config.rollout.max_staleness}: expected 0 in a comparison, "
-            "whose runs are synchronous"
+        raise ConfigError(
+            "rollout.max_staleness",
+            config.rollout.max_staleness,
+            "0 in a comparison, whose runs are synchronous",
         )
     if config.optim.lr_schedule is not LrSchedule.constant:
-        raise ValueError(
-            f"optim.lr_schedule={config.optim.lr_schedule}: expected constant in a comparison, "
-            "whose number of steps is not known in advance, because the budget is in tokens"
+        raise ConfigError(
+            "optim.lr_schedule",
+            config.optim.lr_schedule,
+            "constant in a comparison, whose number of steps is not known in advance, because the "
+            "budget is in tokens",
         )
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
-    """Raise `ValueError` for an override of what the comparison itself chooses."""
+    """Raise `InputError` for an override of what the comparison itself chooses."""
     reserved = {"algo": "--algos", "experiment": "--tasks", "seed": "--seeds", _LR_KEY: "--rates"}
     for override in overrides:
         key = override.lstrip("+~").split("=")[0]
         if key in reserved:
-            raise ValueError(f"{override}: expected {reserved[key]} in a comparison")
+            raise InputError(override, key, f"{reserved[key]} in a comparison")
 
 
 def differing_keys(got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.config_diff import flatten_config, schema_defaults
 from mega_agentrl.types.serialization import from_builtins, to_builtins
 from tools.compare.run import FinishedRun
@@ -60,10 +61,8 @@ class ResultFile:
             try:
                 self._lines.append(from_builtins(ResultLine, json.loads(line), where))
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{where}: expected a JSON object, got {line[:80]!r} ({error}); probable "
-                    "cause: a merge conflict, or an edit by hand"
-                ) from error
+                cause = f"{error}: a merge conflict, or an edit by hand"
+                raise InputError(where, line[:80], "a JSON object", cause) from error
 
     def find(self, task: str, run: PlannedRun) -> FinishedRun | None:
         """Return the newest result of a run of a task, or None if it is not finished."""

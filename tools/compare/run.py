@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.prompt_sampler import PromptSampler
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.runtime.inputs import load_cot_markers
 from mega_agentrl.train.controllers import Controllers, initial_controllers
@@ -266,10 +267,11 @@ def claim_folder(folder: Path, settings: dict[str, Any]) -> None:
         write_json(path, settings)
         return
     if keys := differing_keys(json.loads(path.read_text(encoding="utf-8")), settings):
-        raise ValueError(
-            f"{folder}: got a run with other values of {', '.join(keys)}, expected the current "
-            "ones; probable cause: other arguments than the first time. Choose another --out, or "
-            "remove the folder"
+        raise InputError(
+            str(folder),
+            f"a run with other values of {', '.join(keys)}",
+            "the current ones",
+            "other arguments than the first time. Choose another --out, or remove the folder",
         )
 
 

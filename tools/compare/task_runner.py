@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import RunCostCurve
 from mega_agentrl.report.compare.scoreboard import TaskScores
 from mega_agentrl.report.progress import format_duration
@@ -249,11 +250,12 @@ class TaskRunner:
         for run, result in self.finished:
             start = result.evaluations[0]
             if run.is_tuning == is_tuning and abs(start.reward - before.reward) > _REWARD_TOLERANCE:
-                raise ValueError(
-                    f"{self.task.key}: {run.name} started from a reward of {start.reward:.4f}, "
-                    f"expected {before.reward:.4f}, which the warm start has here; probable cause: "
+                raise InputError(
+                    f"{self.task.key}: reward from which {run.name} started",
+                    round(start.reward, 4),
+                    f"{before.reward:.4f}, which the warm start has here",
                     "its result is of another version or another kind of processor. Choose another "
-                    "--results to start anew"
+                    "--results to start anew",
                 )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tools.compare.result_file import ResultFile, digest_settings
 from tools.compare.run import FinishedRun
@@ -56,8 +57,9 @@ def test_results_of_another_warm_start_are_refused(make_runner, tmp_path):
     runner = make_runner(results=tmp_path / "results.jsonl")
     finish_all(runner)
     runner._check_same_start(replace(START, reward=0.302), is_tuning=False)
-    with pytest.raises(ValueError, match=r"--results"):
+    with pytest.raises(InputError) as caught:
         runner._check_same_start(replace(START, reward=0.32), is_tuning=False)
+    assert caught.value.got == 0.3
 
 
 @pytest.mark.parametrize("line", ["{", '{"task": "orders"}'], ids=["cut", "incomplete"])

@@ -15,6 +15,7 @@ from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.config.sections.runtime import EngineConfig, EvaluateConfig, ReportConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.data.sft_dataset import Demonstration, DemonstrationSampler
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.components import Components
 from mega_agentrl.types.records import Score
@@ -254,8 +255,10 @@ def test_a_run_that_cannot_go_on_ends_with_its_last_weights(make_setup, base):
 def test_other_settings_in_the_same_folder_are_refused(make_setup, base):
     config, setup = config_of(base, "a"), make_setup()
     run_once(setup, config, SETTINGS, replace(BUDGET, num_tokens=100), 2)
-    with pytest.raises(ValueError, match=r"/a: got a run with other values of algo\.kl_coef, seed"):
+    with pytest.raises(InputError) as caught:
         run_once(setup, config, {"algo": {"kl_coef": 0.1}, "seed": 2}, BUDGET, 2)
+    assert caught.value.name == config.run_dir
+    assert caught.value.got == "a run with other values of algo.kl_coef, seed"
 
 
 def test_the_warm_start_is_made_and_evaluated_once(make_setup, base, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from tools.compare.budget import Budget
 from tools.compare.run import RESULT, FinishedRun, claim_folder, write_json
@@ -134,5 +135,6 @@ def test_scores_have_the_scored_runs_only(make_runner):
 def test_results_of_another_budget_are_refused(make_runner):
     finish_tuning(make_runner())
     other = make_runner(budget=Budget(num_tokens=900, num_steps=None, num_evaluations=1))
-    with pytest.raises(ValueError, match=r"budget\.num_tokens"):
+    with pytest.raises(InputError) as caught:
         other.read_finished()
+    assert caught.value.got == "a run with other values of budget.num_tokens"
