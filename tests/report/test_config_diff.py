@@ -17,7 +17,7 @@ from mega_agentrl.report.config_diff import (
 )
 
 
-def test_the_defaults_differ_in_nothing(tmp_path):
+def test_the_defaults_have_no_differences(tmp_path):
     path = tmp_path / "config.yaml"
     OmegaConf.save(OmegaConf.structured(TrainConfig), path)
     assert diff_configs(read_config(path), schema_defaults()) == []

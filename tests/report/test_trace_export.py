@@ -34,7 +34,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("given", "path"), [("", "/v1/traces"), ("/", "/v1/traces"), ("/a", "/a")])
-def test_a_collector_gets_them_over_http(given, path):
+def test_a_collector_gets_spans_over_http(given, path):
     got = []
 
     class Collector(BaseHTTPRequestHandler):

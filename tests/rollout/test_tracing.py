@@ -102,7 +102,7 @@ def test_a_trajectory_with_a_call_by_hand(memory, spans):
     assert one(memory, "tool").attributes["tool.status"] == "ok"
 
 
-def test_attributes_say_what_came_of_it(memory, spans):
+def test_span_attributes_give_the_outcome_and_the_counts(memory, spans):
     (tree,) = run(spans)
     (trajectory,) = tree.trajectories
     about = dict(one(memory, "trajectory").attributes)
@@ -125,7 +125,7 @@ def test_attributes_say_what_came_of_it(memory, spans):
 
 
 @pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
-def test_every_trajectory_has_one_span_that_holds_its_own(memory, spans, branching):
+def test_every_trajectory_has_one_span_around_its_turns(memory, spans, branching):
     trees = run(
         spans,
         PROMPTS,

@@ -166,7 +166,7 @@ def test_rows_of_one_trajectory_share_its_advantage_and_count_once(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS.registered())
-def test_a_failed_row_changes_nothing(name):
+def test_a_failed_row_changes_no_other_advantage(name):
     plain = batch()
     failed = select_rows(plain, [0, 1, 2, 3, 3]).with_fields(
         group_B=torch.tensor([0, 0, 1, 1, 2]),
@@ -464,14 +464,14 @@ def own(tmp_path):
     ["AdvantageResult(batch.reward_B[:, None].expand(4, 2))", "AdvantageResult(inputs.reward_A)"],
     ids=["by token", "by trajectory"],
 )
-def test_what_it_returns_is_the_advantage_of_trained_tokens(own, body):
+def test_the_result_of_an_own_estimator_is_the_advantage_of_trained_tokens(own, body):
     given = batch()
     got_BT, metrics = advantages(given, own(body))
     assert torch.equal(got_BT, given.reward_B[:, None] * given.mask_BT)
     assert metrics["advantage/abs_mean"] == pytest.approx(9 / 7)
 
 
-def test_nothing_beside_the_mask_matters(own):
+def test_values_outside_the_mask_do_not_matter(own):
     algo = own("AdvantageResult(torch.where(batch.mask_BT, 1.0, torch.nan))")
     got_BT, _ = advantages(batch(), algo)
     assert torch.equal(got_BT, batch().mask_BT.float())
@@ -495,7 +495,7 @@ def test_a_wrong_result_is_named(own, body, got):
     assert str(caught.value.got).startswith(got)
 
 
-def test_what_is_no_function_is_named(tmp_path):
+def test_an_estimator_that_is_no_function_is_refused(tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text("advantage = 3\n")
     error = refused(load_user_advantage, str(file))
@@ -557,7 +557,7 @@ def test_an_own_estimator_returns_what_its_traits_say(
     ("traits", "field"),
     [("needs_critic=True", "value_BT"), ("needs_greedy_baseline=True", "baseline_B")],
 )
-def test_what_an_own_estimator_needs_is_required(registered, small_batch, traits, field):
+def test_inputs_that_an_own_estimator_needs_are_required(registered, small_batch, traits, field):
     with pytest.raises(InputError) as caught:
         add_advantages(small_batch, registered(traits), kl_coef=0.0, cot_marker_ids=None)
     assert (caught.value.name, caught.value.got) == (field, None)

@@ -40,7 +40,7 @@ def one_step(components, config, controllers, num_skipped=0, ref_kl=0.1):
     return batch, train_inputs, algorithm.controllers, shown
 
 
-def test_without_ares_and_a_target_nothing_moves(components, config):
+def test_without_ares_and_a_kl_target_controllers_do_not_change(components, config):
     batch, train_inputs, after, shown = one_step(components, config, Controllers())
     assert train_inputs.kl_weight_BT is None and train_inputs.ares_step is None
     assert torch.equal(train_inputs.batch.reward_B, batch.reward_B)
@@ -142,7 +142,7 @@ def test_the_bootstrap_comes_first_where_it_is_asked_for(components, config):
     assert controllers.ares.threshold is not None
 
 
-def test_the_accuracy_of_a_prompt_is_that_of_what_finished():
+def test_the_accuracy_of_a_prompt_counts_finished_trajectories():
     def tree(name, *outcomes):
         made = SimpleNamespace(prompt=SimpleNamespace(prompt_id=name), trajectories=[])
         for correct in outcomes:

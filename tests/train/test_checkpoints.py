@@ -37,7 +37,7 @@ def newest(components):
 @pytest.mark.parametrize(
     ("every", "total", "saved"), [(2, 5, [2, 4, 5]), (0, 3, [3]), (1, 2, [1, 2]), (9, 9, [9])]
 )
-def test_checkpoints_come_every_so_often_and_at_the_end(
+def test_checkpoints_are_saved_at_the_interval_and_at_the_end(
     components, config, opened, every, total, saved
 ):
     config.save_every_steps, config.total_steps = every, total
@@ -50,7 +50,7 @@ def test_checkpoints_come_every_so_often_and_at_the_end(
 
 
 @pytest.mark.usefixtures("demonstrations")
-def test_behind_a_warm_start_there_is_a_checkpoint_that_stays(components, config, opened):
+def test_the_checkpoint_after_a_warm_start_is_kept(components, config, opened):
     config.save_every_steps, config.total_steps = 1, 4
     with opened() as checkpoints:
         checkpoints.record_warm_start_done()
@@ -96,7 +96,7 @@ def test_a_saved_boundary_is_not_saved_again(components, config, opened):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
-def test_other_exceptions_save_nothing(components, config, opened, error):
+def test_other_exceptions_save_no_checkpoint(components, config, opened, error):
     config.save_every_steps, config.total_steps = 0, 9
     with pytest.raises(error), opened() as checkpoints:
         checkpoints.record_warm_start_done()
@@ -105,7 +105,7 @@ def test_other_exceptions_save_nothing(components, config, opened, error):
     assert components.policy.calls == []
 
 
-def test_a_state_gives_everything_back(components, config, opened):
+def test_progress_is_restored_from_a_saved_state(components, config, opened):
     before = evaluate_validation_set(components, config)
     controllers = initial_controllers(config.algo)
     with opened() as checkpoints:

@@ -70,8 +70,9 @@ def test_json_and_back_is_the_same_value(value):
 def test_a_state_without_a_field_is_refused(name):
     plain = to_builtins(Controllers())
     del plain["ares"][name]
-    with pytest.raises(ValueError, match=rf"state\.ares: .*\['{name}'\].*another version"):
+    with pytest.raises(ValueError) as caught:
         from_builtins(Controllers, plain, "state")
+    assert name in str(caught.value)
 
 
 def test_a_state_that_is_restored_after_each_step_goes_on_identically():

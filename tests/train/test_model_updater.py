@@ -45,7 +45,7 @@ def train_inputs():
     return TrainInputs(batch=given, kl_weight_BT=None, ares_step=None)
 
 
-def test_without_a_critic_it_is_the_policys_update(components, config, train_inputs):
+def test_without_a_critic_only_the_policy_is_updated(components, config, train_inputs):
     policy = ModelUpdater(components, config)
     stats, metrics = policy.update(train_inputs, 1)
     assert (stats.num_tokens, metrics) == (7, {})

@@ -189,7 +189,7 @@ def test_filtered_groups_are_scored_as_well_and_others_not_read(components):
     assert len(components.reward_model.batches) == 1
 
 
-def test_with_nothing_missing_the_batch_is_as_it_was(components):
+def test_a_batch_with_all_rewards_is_unchanged(components):
     prompt = make_prompt()
     trees = [RolloutTree(prompt=prompt, trajectories=[row("a", prompt)])]
     rollout_batch = rollout_batch_of(trees, FakeRubric())

@@ -48,7 +48,7 @@ def test_the_loggers_of_an_earlier_job_still_log():
     assert not earlier.disabled
 
 
-def test_a_job_says_what_it_is_and_forgets_an_earlier_failure(tmp_path):
+def test_a_job_file_has_the_overrides_and_no_earlier_failure(tmp_path):
     write_job_file(tmp_path / "0-a", ["seed=1"], failed="it burnt")
     kept = tmp_path / "0-a" / "sweep_job.json"
     assert json.loads(kept.read_text()) == {"overrides": ["seed=1"], "failed": "it burnt"}
@@ -68,13 +68,13 @@ def test_a_sweep_that_ended_badly_has_its_table(tmp_path, capsys):
     assert capsys.readouterr().out == "", "once"
 
 
-def test_without_a_sweep_nothing_is_said(capsys):
+def test_without_a_sweep_no_report_is_printed(capsys):
     assert sweep._pending_sweep_dirs == []
     write_sweep_reports()
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_sweep_of_which_no_job_began_is_one_line(tmp_path, capsys):
+def test_a_sweep_without_a_started_job_prints_one_line(tmp_path, capsys):
     start(tmp_path)
     write_sweep_reports()
     assert "no comparison of the sweep" in capsys.readouterr().err

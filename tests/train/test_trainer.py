@@ -49,7 +49,7 @@ def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config)
     assert components.policy.calls[:8] == [*start, "compute_log_probs"]
 
 
-def test_without_any_step_it_is_one_evaluation(components, config, tmp_path, capsys):
+def test_a_run_without_steps_is_one_evaluation(components, config, tmp_path, capsys):
     config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
     assert config.is_eval_only
     reward = train(components, config)

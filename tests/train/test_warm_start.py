@@ -58,18 +58,18 @@ def run(components, config, demonstrations, monkeypatch):
     return run
 
 
-def test_it_ends_at_the_first_check_that_reaches_the_target(run):
+def test_the_warm_start_ends_at_the_first_check_that_reaches_the_target(run):
     result = run([0.1, 0.2, 0.4, 0.5])
     assert result.num_steps == 6 and "reached 0.3" in result.stop_reason
 
 
-def test_it_ends_at_the_limit_with_the_last_weights_in_the_engine(components, run):
+def test_the_warm_start_ends_at_the_limit_with_the_last_weights_in_the_engine(components, run):
     result = run([0.1, 0.1], max_steps=3)
     assert result.num_steps == 3 and "sft.max_steps=3" in result.stop_reason
     assert components.policy.calls[-3:] == ["sft_step", "sync 3", "reset_optimizer"]
 
 
-def test_it_goes_on_behind_its_last_step(components, run):
+def test_an_interrupted_warm_start_continues_after_its_last_step(components, run):
     batches, next_batch = [], components.make_demonstration_batches()
     components.make_demonstration_batches = lambda: (
         lambda size: batches.append(size) or next_batch(size)

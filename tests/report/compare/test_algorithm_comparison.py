@@ -67,7 +67,7 @@ def test_the_order_is_that_of_the_first_runs():
     assert [row.algorithm for row in rows] == ["flat", "ARPO", "GRPO"]
 
 
-def test_without_a_run_of_the_baseline_nothing_is_reached():
+def test_without_a_run_of_the_baseline_there_is_no_cost_to_reach_it():
     (row,) = summarize_algorithms(CURVES[2:3], baseline="GRPO")
     assert row.reward == 0.7
     assert row.tool_calls_to_baseline is row.fraction_of_baseline_calls is None

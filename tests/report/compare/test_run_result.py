@@ -88,12 +88,12 @@ def test_failed_answers_are_those_of_all_evaluations(folder):
     assert found.held_out_failed_fraction == 0.25 and math.isnan(found.failed_fraction)
 
 
-def test_a_killed_run_has_what_it_wrote(folder):
+def test_the_result_of_a_killed_run_has_the_steps_that_were_written(folder):
     run = read_run_result(folder)
     assert (run.state, run.failure_reason, run.train_s) == (STATE_UNFINISHED, "", 6.0)
 
 
-def test_a_job_that_failed_before_it_began(tmp_path):
+def test_the_result_of_a_job_that_failed_before_its_first_step(tmp_path):
     job = {"overrides": ["algo=grpo", "seed=5"], "failed": "optim.lr=-1: expected more"}
     (tmp_path / "sweep_job.json").write_text(json.dumps(job))
     run = read_run_result(tmp_path)

@@ -120,7 +120,7 @@ def page():
     )
 
 
-def test_the_page_says_who_wins_and_where_nobody_does(page):
+def test_the_page_names_winners_and_undecided_games(page):
     assert (
         "* Game: `high` is better than `grpo`. `low` is worse. No difference is shown for `mixed`."
         in page
@@ -159,7 +159,7 @@ def test_a_winner_on_all_tasks_is_named():
 
 
 @pytest.mark.parametrize("rewards", [{}, {"grpo": [0.1], "high": [0.5]}], ids=["no", "single"])
-def test_too_few_runs_compare_nothing(rewards):
+def test_with_too_few_runs_there_is_no_comparison(rewards):
     page = scoreboard_markdown([task(rewards)], baseline="grpo", introduction="", figure="x.svg")
     assert "* Game: Nothing is compared yet." in page
     assert "better than" not in page and "chance" not in page

@@ -77,7 +77,7 @@ def test_the_gpus_are_read_in_the_background_until_the_sampler_is_closed():
     assert reader.num_read == num_read, "it reads after its end"
 
 
-def test_it_works_over_a_reader_of_nvml():
+def test_the_sampler_works_over_a_reader_of_nvml():
     nvml = FakeNvml(Gpu(util=20), Gpu(util=40, links=(1,)))
     sampler = GpuSampler(open_nvml_reader(nvml))
     first, second = sampler.collect()
@@ -113,12 +113,12 @@ def test_two_nodes_by_hand():
     }
 
 
-def test_without_errors_nobody_is_named():
+def test_without_errors_no_gpu_is_named():
     metrics = aggregate_gpu_metrics({"a": [gpu(0, nvlink_errors=0.0)]})
     assert metrics == {"gpu/num_gpus": 1.0, "gpu/nvlink_errors/sum": 0.0}
 
 
-def test_without_gpus_there_is_nothing():
+def test_without_gpus_there_are_no_metrics():
     assert aggregate_gpu_metrics({}) == aggregate_gpu_metrics({"a": []}) == {}
 
 

@@ -35,7 +35,7 @@ def test_a_reading_is_in_shares_gib_watts_and_degrees():
     assert nvml.num_open == 0
 
 
-def test_what_a_gpu_does_not_give_is_left_out():
+def test_readings_that_a_gpu_lacks_are_left_out():
     reader = open_nvml_reader(FakeNvml(Gpu(util=10, lacks=("ecc", "power")), Gpu(links=(1,))))
     first, second = reader.read()
     assert first == {"util": 0.1, "memory_gib": 0.0, "temperature_c": 0.0}
@@ -43,7 +43,7 @@ def test_what_a_gpu_does_not_give_is_left_out():
 
 
 @pytest.mark.parametrize("nvml", [FakeNvml(Gpu(), has_driver=False), FakeNvml()])
-def test_without_a_driver_or_a_gpu_there_is_silence(nvml, capfd, caplog):
+def test_without_a_driver_or_a_gpu_nothing_is_printed(nvml, capfd, caplog):
     assert open_nvml_reader(nvml) is None
     assert nvml.num_open == 0
     assert (*capfd.readouterr(), caplog.text) == ("", "", "")

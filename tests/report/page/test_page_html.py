@@ -62,13 +62,13 @@ def test_numbers_that_json_has_no_form_for():
 
 
 @given(texts)
-def test_json_comes_back_and_holds_nothing_that_html_reads(words):
+def test_json_for_scripts_is_read_back_and_has_no_markup(words):
     made = json_for_script({words: [words]})
     assert made.isascii() and not set(made) & set("<>&")
     assert json.loads(made) == {words: [words]}
 
 
-def test_a_data_block_ends_where_it_should():
+def test_hostile_text_does_not_end_a_data_block():
     read = PageReader(json_script_element("tree-0", json_for_script([HOSTILE])))
     assert read.elements == [("script", {"type": "application/json", "id": "tree-0"})]
     assert json.loads(read.text) == [HOSTILE]

@@ -93,7 +93,7 @@ def size(num_bytes, num_trees):
     return TreeFileSize(num_bytes=num_bytes, num_trees=num_trees)
 
 
-def test_everything_where_it_fits():
+def test_all_trees_are_selected_if_they_fit():
     assert select_trees([size(100, 2), size(50, 3)], 150) == [[0, 1], [0, 1, 2]]
     assert select_trees([], 10) == []
 

@@ -93,7 +93,7 @@ async def grow(
     return tree
 
 
-async def test_what_an_agent_returns_is_a_reward_part(codec):
+async def test_the_result_of_an_agent_is_a_reward_part(codec):
     tree = await grow(codec, adding_agent)
     for trajectory in tree.trajectories:
         assert trajectory.stop_reason is StopReason.eos
@@ -189,7 +189,7 @@ async def ask_for_ever(prompt, base_url, api_key):
         *("cancelled", "raises in a thread", "hangs", "blocks", "stubborn", "endless"),
     ],
 )
-async def test_failed_attempt_is_masked_and_says_why(codec, agent, stop_reason):
+async def test_failed_attempt_is_masked_and_has_a_reason(codec, agent, stop_reason):
     limit = {"timeout_s": 0.3} if stop_reason is StopReason.trajectory_timeout else {}
     tree = await grow(codec, agent, **limit)
     for trajectory in tree.trajectories:

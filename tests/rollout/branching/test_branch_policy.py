@@ -97,7 +97,7 @@ def test_a_policy_that_never_asks_is_independent_roots(policy):
     assert not policy.needs_monitor_root(8)
 
 
-def test_a_rule_of_its_own_is_the_number_of_its_forks():
+def test_an_own_rule_needs_only_the_number_of_forks():
     class Always(BranchPolicy):
         def num_forks(self, point):
             return point.num_slots
@@ -184,7 +184,7 @@ def test_probability_falls_with_consecutive_forks(num_consecutive_forks, entropy
         (30.0, 0.0, 12),
     ],
 )
-def test_a_monitored_root_says_how_many_there_are(root, after, num_roots):
+def test_a_monitored_root_decides_the_number_of_roots(root, after, num_roots):
     # tau is below any P: whoever has slots forks at every answer, the rest is topped up.
     generator = FakeGenerator(TALK, entropy=entropy_levels(root, after))
     tree = _grow(generator, alpha=0.0, beta=1.0, tau=-99.0)
@@ -211,7 +211,7 @@ def test_without_tool_steps_the_configuration_decides(write):
     assert _roots(tree) == 12 and tree.num_extra_roots == 6
 
 
-def test_a_monitored_root_that_fails_tells_nothing():
+def test_a_monitored_root_that_fails_does_not_decide_the_number_of_roots():
     def breaks(request):
         return request.request_id.startswith("p0/0/0/2.")
 

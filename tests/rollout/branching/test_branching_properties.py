@@ -179,7 +179,7 @@ def test_as_many_roots_as_trajectories_are_plain_sampling(branching, num_traject
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(BY_THRESHOLD), seeds, st.floats(0.4, 0.7))
-def test_without_a_weight_entropies_decide_nothing(branching, seed, alpha):
+def test_without_a_weight_entropies_do_not_matter(branching, seed, alpha):
     config = _roomy(branching, 6, 2)
     weightless = BranchConfig(initial_rollouts=2, num_probe_tokens=8, alpha=alpha, beta=0.0)
     config = replace(config, branch=weightless, max_response_tokens=150)
@@ -196,7 +196,7 @@ def test_without_a_weight_entropies_decide_nothing(branching, seed, alpha):
 
 
 @pytest.mark.parametrize("branching", BY_THRESHOLD)
-def test_with_a_weight_they_do(branching):
+def test_with_a_weight_higher_entropies_raise_the_fork_probability(branching):
     config = _roomy(branching, 6, 2)
     highest = []
     for level in (0.1, 4.0):

@@ -94,7 +94,7 @@ async def test_tools_and_user_are_copied_or_replaced_by_the_error():
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), KeyError("bug")])
-async def test_what_ends_the_copy_of_the_user_leaves_no_tools_behind(error):
+async def test_an_error_while_the_user_is_forked_releases_the_tools(error):
     session, tools = await _session()
     with pytest.raises(type(error)):
         await fork_sessions(session, User(error), "t")

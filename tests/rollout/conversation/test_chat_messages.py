@@ -98,7 +98,7 @@ def _quoted(drift):
     return [literal_eval(one) for one in re.findall(r"'(?:\\.|[^'\\])*'", drift)]
 
 
-def test_a_difference_is_shown_with_what_stands_before_it():
+def test_a_template_difference_is_shown_with_the_text_before():
     assert _quoted(_drift(" x;\nU:w;\na:y;")) == ["u:Q;\na: x;\n", "u", "U"]
     assert _quoted(_drift(" x;\nu:w!;\na:y;")) == ["u:Q;\na: x;\nu:w", "", "!"]
 

@@ -139,7 +139,7 @@ async def test_special_tokens_in_an_answer_stay_text(codecs):
         '<tool_call>{"name": "add"}',
     ],
 )
-async def test_a_bad_call_is_answered_or_ends_it(codecs, bad):
+async def test_a_bad_call_is_answered_or_ends_the_trajectory(codecs, bad):
     codec = codecs["qwen25"]
     got, _ = await converse(codec, [bad, call(a=1, b=2), "ok"])
     assert got.stop_reason is StopReason.eos
@@ -151,14 +151,14 @@ async def test_a_bad_call_is_answered_or_ends_it(codecs, bad):
     assert got.num_invalid_calls == 1 and got.turns[-1].start == len(got.token_ids)
 
 
-async def test_stop_runs_nothing_of_a_turn_that_cannot_be_read(codecs):
+async def test_with_stop_no_call_runs_after_one_that_cannot_be_read(codecs):
     turn = call(a=1, b=2) + "<tool_call>{</tool_call>"
     got, _ = await converse(codecs["qwen25"], [turn], on_invalid_call=InvalidCallAction.stop)
     assert got.stop_reason is StopReason.invalid_call and got.num_tool_calls == 1
     assert [turn.outcome.is_invalid_call for turn in got.turns if turn.outcome] == [True]
 
 
-async def test_of_too_many_calls_the_first_ones_run(codecs):
+async def test_calls_beyond_the_limit_are_refused(codecs):
     turn = call(a=1, b=1) + call(a=2, b=2) + call(a=3, b=3)
     got, _ = await converse(codecs["qwen25"], [turn, turn], max_tool_calls=2)
     answers = [turn.outcome.answer for turn in got.turns if turn.outcome]

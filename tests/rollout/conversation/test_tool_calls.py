@@ -62,7 +62,7 @@ async def test_a_bug_arrives_as_itself_and_ends_the_others():
     assert asyncio.get_running_loop().time() - begin_s < 60
 
 
-def test_a_refusal_says_why_and_keeps_what_it_refuses():
+def test_a_refused_call_has_a_reason_and_stays_invalid_if_it_was():
     outcome = call_limit_outcome(ToolCall(tool="t", arguments={}), 3)
     assert "no more than 3 calls" in outcome.answer and not outcome.is_invalid_call
     invalid = call_limit_outcome(BAD, 3)
@@ -88,7 +88,7 @@ def test_truncated_answers_leave_room_for_a_token(answers, room):
         assert text == f"-{answer}" or (text.endswith(TRUNCATION_NOTE) and answer.startswith(body))
 
 
-def test_what_is_cut_takes_half_of_the_room_and_short_answers_stay():
+def test_truncation_shortens_long_answers_and_keeps_short_ones():
     answers = [_outcome("a" * 500), _outcome("b"), _outcome("a" * 400)]
     token_ids, texts = truncate_to_fit(answers, 100, _write)
     assert texts[1] == "-b" and texts[0].endswith("a" + TRUNCATION_NOTE) and len(token_ids) <= 50

@@ -194,7 +194,7 @@ def test_mutated_bodies_get_an_answer_or_an_error_of_the_dialect(post, case):
 
 
 @pytest.mark.parametrize("path", BODIES, ids=["chat", "responses", "anthropic"])
-def test_body_that_is_mutated_is_answered_as_it_stands(post, path):
+def test_the_body_that_the_mutations_start_from_is_answered(post, path):
     status, body = post(path, json.dumps(BODIES[path]).encode())
     assert (status, b"Hello." in body) == (200, True)
 
@@ -211,7 +211,7 @@ NOT_JSON = {
 
 @pytest.mark.parametrize("path", BODIES, ids=["chat", "responses", "anthropic"])
 @pytest.mark.parametrize("content", NOT_JSON.values(), ids=NOT_JSON)
-def test_what_is_not_a_json_object_is_refused(post, path, content):
+def test_a_body_that_is_no_json_object_is_refused(post, path, content):
     check_error_form(path, *post(path, content))
 
 
@@ -346,7 +346,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("path", "body", "key"), REFUSED.values(), ids=REFUSED)
-def test_what_the_gateway_does_not_have_is_refused_by_name(post, path, body, key):
+def test_unsupported_fields_are_refused_by_name(post, path, body, key):
     status, content = post(path, json.dumps(body).encode())
     check_error_form(path, status, content)
     assert key in json.loads(content)["error"]["message"]

@@ -144,7 +144,7 @@ async def test_unusual_arguments_come_back_in_the_same_context(codec, make_clien
         check_one_context(codec, session, turns)
 
 
-async def test_settings_of_the_run_hold_and_the_answer_says_so(codec, make_client):
+async def test_sampling_settings_of_a_client_are_ignored_with_a_warning(codec, make_client):
     async with open_scripted_session(codec, ["Hello."]) as (url, key, _, script):
         client = make_client(url, key)
         warning = await client.warning([QUESTION], **client.settings)

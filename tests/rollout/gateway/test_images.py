@@ -70,7 +70,7 @@ async def test_images_of_questions_and_tools_are_shown_in_one_context(codec, ima
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_what_is_no_image_is_refused(codec, images, name):
+async def test_data_that_is_no_image_is_refused(codec, images, name):
     async with open_scripted_session(codec, TURNS, images=images) as (url, key, _, script):
         client = CLIENTS[name](url, key)
         with pytest.raises(client.errors.BadRequestError):

@@ -62,7 +62,7 @@ async def _interrupt(engine, request, waits):
     return generation
 
 
-async def test_it_says_whether_a_request_is_at_the_engine_and_whether_one_serves():
+async def test_running_requests_and_serving_engines_are_reported():
     engine = SteppedGenerator(turns(TEXTS[0]))
     interruptible, task = _start(engine, _request())
     assert not interruptible.has_running_requests and interruptible.can_serve
@@ -144,7 +144,7 @@ async def test_a_dead_engine_is_no_pause():
         await asyncio.wait_for(task, 60)
 
 
-async def test_cancelling_an_interrupted_request_leaves_nothing():
+async def test_cancelling_an_interrupted_request_leaves_no_request():
     engine = SteppedGenerator(turns("0123456789" + EOS))
     interruptible, task = _start(engine, _request())
     await _run(4)

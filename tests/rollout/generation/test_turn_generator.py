@@ -112,7 +112,7 @@ def test_the_rest_counts_as_one_outcome_and_the_sampled_token_beyond_k_not_at_al
     assert gap.mean == pytest.approx((exact - estimate) / 2)
 
 
-def test_nothing_to_compare():
+def test_without_top_k_or_top_logps_there_is_no_entropy_gap():
     gap = TopkEntropyError(0)
     gap.add(generation([logs(1.0)], [9.0]))
     assert gap.mean is None

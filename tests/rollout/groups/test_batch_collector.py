@@ -37,7 +37,7 @@ from tests.rollout.virtual_time import run_virtually
 
 
 @pytest.mark.parametrize("branching", [Branching.none, Branching.after_result, Branching.released])
-def test_without_any_of_it_the_trees_are_those_of_collect(branching):
+def test_without_filter_or_oversampling_the_trees_are_those_of_collect_rollouts(branching):
     prompts = make_prompts(["M", "E", "H", "M", "M"])
     config = RolloutConfig(group_size=4, max_response_tokens=120, branching=branching)
 
@@ -66,7 +66,7 @@ def _stalled(engine, *keys):
     return engine
 
 
-def test_a_straggler_goes_on_with_new_weights_where_it_was():
+def test_a_straggler_continues_with_new_weights():
     async def scenario():
         tools, engine = FakeTools(), _stalled(SteppedGenerator(write), "p0")
         source = RecordingPromptSource(make_prompts(["M", "M", "M", "E", "M"]))
@@ -216,7 +216,7 @@ def test_carrying_over_loses_no_prompt_and_mixes_no_group(
         pytest.param({"branching": Branching.released}, id="lockstep"),
     ],
 )
-def test_cancelling_at_any_moment_leaves_nothing(num_turns, changes):
+def test_cancelling_at_any_moment_leaves_no_task_or_session(num_turns, changes):
     async def scenario():
         tools, generator = FakeTools(delays=1), SteppedGenerator(write, delays=2)
         source = RecordingPromptSource(make_prompts(["M", "E", "H", "M", "M", "E"]))

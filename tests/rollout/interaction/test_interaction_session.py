@@ -75,7 +75,7 @@ def codec(tmp_path_factory):
     return HFCodec(save_tokenizer("qwen25", tmp_path_factory.mktemp("qwen25")))
 
 
-def test_the_prompt_chooses():
+def test_the_prompt_chooses_its_interaction():
     one, other = User(), User()
     other.name = "other"
     assert InteractionRegistry([one]).open_session(make_prompt()) is None

@@ -26,7 +26,7 @@ def _restored(path):
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.one_of(grown(), parted()), min_size=1, max_size=3))
-def test_what_is_read_is_what_was_written(tmp_path_factory, trees):
+def test_written_trees_are_read_back_equal(tmp_path_factory, trees):
     path = tmp_path_factory.mktemp("trees") / "step.jsonl"
     write_trees(path, trees, stage="rl", step=7)
     stored = list(read_trees(path))
@@ -35,7 +35,7 @@ def test_what_is_read_is_what_was_written(tmp_path_factory, trees):
     assert {(one.stage, one.step) for one in stored} == {("rl", 7)}
 
 
-def test_what_a_scripted_engine_never_makes_comes_back_too(tmp_path):
+def test_rare_field_values_are_read_back(tmp_path):
     tree = nested_tree()
     root = tree.trajectories[3]
     outcome = replace(
@@ -106,7 +106,7 @@ def test_floats_come_back_bit_for_bit(values):
     assert _bits(tree_file._unpack(restored, len(values))) == _bits(values)
 
 
-def test_float32_is_written_with_the_digits_it_needs():
+def test_float32_values_are_written_with_few_digits():
     third, seventh = float(np.float32(1 / 3)), float(np.float32(1 / 7))
     assert third != 1 / 3
     packed = to_builtins(tree_file._pack_floats([third, seventh]))
@@ -121,7 +121,7 @@ def _written(tmp_path):
     return path
 
 
-def test_nothing_half_written_is_left_or_seen(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_file_before_it(tmp_path, monkeypatch):
     path = _written(tmp_path)
     before = path.read_bytes()
     tree = nested_tree()
@@ -167,7 +167,7 @@ def _change_node(line, **changes):
         (lambda a, b: _change_node(a, logps=[0.5]), ":1.nodes[1]", "turn 1: "),
     ],
 )
-def test_a_damaged_or_foreign_file_says_where_and_what_was_expected(tmp_path, damage, place, fact):
+def test_errors_of_a_damaged_or_foreign_file_name_the_line(tmp_path, damage, place, fact):
     path = _written(tmp_path)
     path.write_text(damage(*path.read_text().splitlines(keepends=True)))
     with pytest.raises(ValueError) as caught:
@@ -177,7 +177,7 @@ def test_a_damaged_or_foreign_file_says_where_and_what_was_expected(tmp_path, da
     assert fact in rest
 
 
-def test_trees_are_given_out_one_by_one(tmp_path):
+def test_trees_are_read_one_by_one(tmp_path):
     path = _written(tmp_path)
     first, _ = path.read_text().splitlines(keepends=True)
     path.write_text(first)

@@ -52,7 +52,7 @@ def test_a_record_that_was_cut_short_is_sampled_again_and_alike(tmp_path, branch
     assert again == first
 
 
-def test_other_weights_another_step_and_another_prompt_find_nothing(tmp_path):
+def test_stored_trees_fit_only_their_weights_step_and_prompt(tmp_path):
     path = tmp_path / "kept.bin"
     trees, _, _ = collect(path)
     assert collect(path, FakeGenerator(version=2), step="train-1")[1] == 0
@@ -65,7 +65,7 @@ def test_other_weights_another_step_and_another_prompt_find_nothing(tmp_path):
     assert store.get("train-2", name, other, oldest=1, newest=1) is None
 
 
-def test_a_tree_is_found_where_all_its_tokens_are_near_enough(tmp_path):
+def test_a_stored_tree_is_found_if_all_tokens_are_recent_enough(tmp_path):
     (tree, *_), _, _ = collect(tmp_path / "kept.bin")
     store, name = TreeStore(tmp_path / "other.bin"), tree.prompt.prompt_id
     one = tree.trajectories[0]

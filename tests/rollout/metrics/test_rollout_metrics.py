@@ -119,7 +119,7 @@ def test_lengths_of_prompts_and_valid_responses_by_hand():
     assert [got[f"rollout/prompt_tokens_{name}"] for name in ("mean", "max")] == [7, 10]
 
 
-def test_nothing_gives_zeros():
+def test_metrics_of_no_trees_are_zeros():
     assert set(rollout_metrics([]).values()) == {0.0}
 
 
@@ -151,7 +151,7 @@ def test_decisions_that_did_not_fork_count_too():
 
 @settings(max_examples=40)
 @given(grown())
-def test_saved_is_what_the_nodes_hold_only_once(tree):
+def test_the_saved_fraction_counts_shared_tokens(tree):
     nodes = to_node_tree(tree)
     held = sum(sum(one.loss_mask) for one in tree.trajectories)
     sampled = sum(sum(node.loss_mask) for node in nodes.nodes)
@@ -160,7 +160,7 @@ def test_saved_is_what_the_nodes_hold_only_once(tree):
     assert (got > 0) == (tree.num_forks > 0)
 
 
-async def test_the_estimates_distance_is_there_when_asked_for():
+async def test_the_gap_of_the_entropy_estimate_is_measured_when_asked_for():
     gaps = []
     for top_k in (0, 1):
         config = RolloutConfig(group_size=4, branch=BranchConfig(entropy_estimate_top_k=top_k))
@@ -171,7 +171,7 @@ async def test_the_estimates_distance_is_there_when_asked_for():
     assert gaps[1] > 0
 
 
-def test_without_decisions_there_is_no_mean_of_them():
+def test_without_decisions_there_is_no_mean_entropy_change():
     assert "delta_h" not in branch_metrics([])
     assert set(branch_metrics([]).values()) == {0.0}
 
@@ -237,7 +237,7 @@ def test_a_name_the_policy_made_up_names_no_metric():
     assert {name.split("/")[1] for name in got} == {"unknown"}
 
 
-def test_tool_metrics_nothing_gives_nothing():
+def test_without_calls_there_are_no_tool_metrics():
     assert tool_metrics([]) == {}
     assert tool_metrics([_tool_trajectory([])]) == {}
 

@@ -101,7 +101,7 @@ def test_a_killed_pass_goes_on_behind_its_last_chunk(components, config, prompts
     assert not components.generator.requests, "a pass that is over is not made again"
 
 
-def test_a_pass_of_other_settings_is_not_taken_for_this_one(components, config, prompts):
+def test_a_bootstrap_pass_with_other_settings_is_refused(components, config, prompts):
     run_bootstrap(components, config, prompts, Controllers())
     config.rollout.temperature = 0.5
     with pytest.raises(InputError) as caught:
@@ -113,7 +113,7 @@ def test_a_pass_of_other_settings_is_not_taken_for_this_one(components, config, 
     assert caught.value.got.startswith("data.train=")
 
 
-def test_chunks_do_not_matter_and_neither_does_who_failed(tmp_path):
+def test_the_bootstrap_state_depends_on_neither_chunks_nor_failed_trajectories(tmp_path):
     trees = [
         tree("a", *[path(1, steady(4))] * 8, path(None, steady(90))),
         tree("b", *[path(0, steady(8))] * 8),
@@ -137,7 +137,7 @@ def test_chunks_do_not_matter_and_neither_does_who_failed(tmp_path):
         assert fact in shown
 
 
-def test_a_pass_of_failures_leaves_everything_unknown(components, config, prompts):
+def test_a_bootstrap_pass_of_failures_gives_the_initial_controllers(components, config, prompts):
     components.generator = FakeGenerator(breaks=lambda request: True)
     after = run_bootstrap(components, config, prompts, Controllers())
     assert after == Controllers()

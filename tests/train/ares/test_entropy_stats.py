@@ -43,7 +43,7 @@ def test_a_window_stays_in_its_turn():
     assert [known(one) for one in windows(apart, touching)] == [{4: 4.0}, {3: 4.0}]
 
 
-def test_what_a_tool_says_is_no_entropy():
+def test_tool_tokens_are_in_no_window():
     loud, quiet = (path(1, steady(1), steady(2)) for _ in range(2))
     quiet.entropies = [value if value < 50 else 0.0 for value in quiet.entropies]
     both = collect_entropy_stats([tree("p", loud, quiet)], None)

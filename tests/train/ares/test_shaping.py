@@ -110,7 +110,7 @@ def test_rows_of_one_trajectory_are_its_parts():
     assert kl_B.tolist() == pytest.approx([0.0, (0.5 + 0.7) / 13])
 
 
-def test_kl_is_known_of_what_is_trained_on():
+def test_the_mean_kl_is_known_for_trained_rows_only():
     trees = two_groups()
     step, batch = started(trees), with_reference(pack_trees(trees[1:]), kl=0.2)
     kl_B = mean_ref_kl(batch, trees[1:], step, "k1")
@@ -162,7 +162,7 @@ def test_the_update_by_hand():
     assert metrics["ares/entropy_reward_abs_mean"] == pytest.approx((wrong - right) / 2)
 
 
-def test_a_step_without_valid_trajectories_changes_nothing():
+def test_a_step_without_valid_trajectories_keeps_the_state():
     trees = [tree("p", path(None, steady(1), stop_reason=StopReason.aborted))]
     for rules in (RULES, RELEASED):
         step = started(trees, ares.AresState(), rules)
@@ -188,7 +188,7 @@ def test_released_shapes_by_the_batch_s_own_targets():
     assert after.released_kl.kl_means == (None, None, pytest.approx(0.05))
 
 
-def test_released_with_groups_filtered_knows_nothing_yet():
+def test_released_mode_uses_the_state_of_the_step_before():
     state = replace(KNOWN, betas=(0.01, 0.02, 0.03))
     step = started(released_trees(), state, RELEASED)
     # Easy, target 0, margin 1, alpha .5: right with 6, wrong with 2.

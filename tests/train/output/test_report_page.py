@@ -89,7 +89,7 @@ def test_advantages_beside_the_trees(run_dir):
     assert "step_000002.advantages.json" in notes_of(write_report(run_dir))
 
 
-def test_what_does_not_fit_is_left_out_and_said(run_dir):
+def test_trees_beyond_the_budget_are_left_out_with_a_note(run_dir):
     write_trees(run_dir / "rollouts/step_000001.jsonl", [nested_tree()] * 40, stage="rl", step=1)
     path = write_report(run_dir, budget_bytes=60_000)
     blocks = blocks_of(path)
@@ -144,7 +144,7 @@ def early_dir(tmp_path):
     return tmp_path
 
 
-def test_what_there_is_by_then_is_on_the_page(early_dir):
+def test_an_interrupted_run_has_a_page(early_dir):
     before = signal.getsignal(signal.SIGALRM)
     assert write_interrupted_report(early_dir, deadline_s=60)
     assert "<html" in (early_dir / "report.html").read_text()
@@ -153,7 +153,7 @@ def test_what_there_is_by_then_is_on_the_page(early_dir):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_from_another_thread_too(early_dir):
+def test_an_interrupted_run_has_a_page_from_another_thread_too(early_dir):
     found = []
     write = lambda: found.append(write_interrupted_report(early_dir, deadline_s=60))  # noqa: E731
     thread = threading.Thread(target=write)

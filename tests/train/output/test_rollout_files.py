@@ -31,7 +31,7 @@ def _files(folder, every, last=7):
 @pytest.mark.parametrize(
     ("every", "chosen"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (10, [7])]
 )
-def test_every_so_many_steps_and_the_last(tmp_path, every, chosen):
+def test_trees_are_saved_at_the_interval_and_at_the_last_step(tmp_path, every, chosen):
     files = _files(tmp_path, every)
     assert [step for step in range(1, 8) if files.should_save(step)] == chosen
 
@@ -112,7 +112,7 @@ def test_files(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", '{"a": "x"}', '{"a": null}', "{"])
-def test_something_else_is_refused(tmp_path, text):
+def test_a_malformed_advantages_file_is_refused(tmp_path, text):
     (tmp_path / "x.advantages.json").write_text(text)
     with pytest.raises(InputError) as caught:
         read_advantages(tmp_path / "x.jsonl")

@@ -87,7 +87,7 @@ def test_finished_runs_are_numbered_and_kept(tmp_path):
 
 
 @pytest.mark.parametrize("checkpoint", [None, "checkpoints/step-000004", "warm_start/step-000000"])
-def test_an_unfinished_one_goes_on_in_its_place(tmp_path, checkpoint):
+def test_an_unfinished_run_continues_in_its_folder(tmp_path, checkpoint):
     begun(tmp_path / "run", checkpoint=checkpoint)
     changed = text(total_steps=20, cluster={"ray_address": "10.0.0.1:6379"})
     assert prepare_run_dir(tmp_path / "run", changed, resume=True) == (True, None)
@@ -96,7 +96,7 @@ def test_an_unfinished_one_goes_on_in_its_place(tmp_path, checkpoint):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_unfinished_one_is_kept_aside_where_that_is_asked_for(tmp_path):
+def test_without_resume_an_unfinished_run_is_moved_aside(tmp_path):
     begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
     moved = tmp_path / "run.1"
     assert prepare_run_dir(tmp_path / "run", text(seed=2), resume=False) == (False, moved)
@@ -132,7 +132,7 @@ def test_a_setting_that_only_one_side_has_differs():
     assert changed_keys("", text(seed=3)) == ["optim.lr", "reward.functions", "seed"]
 
 
-def test_what_may_differ_are_settings():
+def test_keys_that_may_differ_are_settings():
     keys = list(known_keys())
     for mutable in MUTABLE_KEYS:
         is_section = mutable[-1] == "."

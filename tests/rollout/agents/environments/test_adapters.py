@@ -221,7 +221,7 @@ async def test_fork_finds_the_environment_of_its_parent(codec, make_agent):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_missing_package_says_what_to_install(monkeypatch, name):
+def test_missing_package_is_an_error_with_the_install_command(monkeypatch, name):
     _, agent_class, options = ADAPTERS[name]
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as caught:
