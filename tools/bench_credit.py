@@ -258,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--turns", type=int, default=32, help="sampled turns of a group")
     parser.add_argument("--seed", type=int, default=0)
-    return parse_options(parser, None, cases=["needle/*"], batches=2)
+    return parse_options(parser, None, cases=["sum/*"], batches=8)
 
 
 def main() -> None:

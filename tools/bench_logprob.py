@@ -318,7 +318,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--vocab", type=int, default=VOCAB)
     parser.add_argument("--rank", type=json.loads, help=argparse.SUPPRESS)
-    args = parse_options(parser, arguments, cases=["*/T2048/TP?"], repeats=1, vocab=256)
+    args = parse_options(
+        parser,
+        arguments,
+        cases=["memory/T2048/TP1", "forward_backward/T2048/TP2"],
+        repeats=1,
+        vocab=256,
+    )
     if args.rank is not None:
         run_rank(args.rank)
     cases = {case.name: case for case in all_cases(args.vocab)}

@@ -58,7 +58,7 @@ from mega_agentrl.generator.sampling import (
 )
 from mega_agentrl.generator.sleep_mode import SleepController
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.errors import EngineLostError, EngineRefusalError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -242,14 +242,14 @@ class Engine:
             self._aborted_ids.discard(request_id)
 
     async def _wait_until_serving(self) -> None:
-        """Wait for the end of an update; raise `RuntimeError` if requests are refused."""
+        """Wait for the end of an update; raise `EngineRefusalError` if requests are refused."""
         while not self._serving_event.is_set():
             await self._serving_event.wait()
         if self._refusal_reason is not None:
             raise self._refusal()
 
-    def _refusal(self) -> RuntimeError:
-        return RuntimeError(f"{self.name} refuses to generate: {self._refusal_reason}")
+    def _refusal(self, operation: str = "generate") -> EngineRefusalError:
+        return EngineRefusalError(self.name, operation, self._refusal_reason or "")
 
     async def _generate_in_vllm(self, request: GenerateRequest, key: str) -> Generation:
         """Run a request in vLLM; one with images waits while `max_num_seqs` others have images.
@@ -333,7 +333,7 @@ class Engine:
             await self._sleep_controller.wake(part)
 
     async def resume(self) -> None:
-        """Serve again; raises `RuntimeError` while the weights are not verified."""
+        """Serve again; raises `EngineRefusalError` while the weights are not verified."""
         if self._is_updating or not self._sleep_controller.can_compute:
             await self.refuse_requests("it was resumed in the middle of a weight update")
         if self._refusal_reason is None:
@@ -341,7 +341,7 @@ class Engine:
             self._is_holding = False
         self._serving_event.set()
         if self._refusal_reason is not None:
-            raise RuntimeError(f"{self.name} cannot serve: {self._refusal_reason}")
+            raise self._refusal("serve")
 
     async def refuse_requests(self, reason: str) -> None:
         """Refuse all requests, including those that wait or are held, until an update succeeds.
@@ -538,7 +538,7 @@ class Engine:
         This works while the engine is paused, and lets held requests go on.
 
         Raises:
-            RuntimeError: If requests are refused.
+            EngineRefusalError: If requests are refused.
         """
         if self._refusal_reason is not None:
             raise self._refusal()

@@ -39,6 +39,23 @@ class EngineLostError(RuntimeError):
     """An engine no longer responds, although its process may still exist."""
 
 
+class EngineRefusalError(RuntimeError):
+    """An engine refuses requests until a weight update succeeds."""
+
+    def __init__(self, engine: str, operation: str, reason: str) -> None:
+        super().__init__(engine, operation, reason)
+        self.engine = engine
+        """Name of the engine."""
+        self.operation = operation
+        """What was asked for: generate or serve."""
+        self.reason = reason
+        """Why it is refused, such as the failure of an update."""
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return f"{self.engine} refuses to {self.operation}: {self.reason}"
+
+
 class RunStoppedError(Exception):
     """The run stops, because so much of it fails that its results would mislead.
 

@@ -195,7 +195,7 @@ def test_engines_start_without_weights_and_refuse_requests_until_they_have_some(
         assert "it has no weights yet" in check_refuses(engine, f"too early/{number}")
         with pytest.raises(RuntimeError, match="it has no weights yet"):
             engine.call("compute_prompt_log_probs", PROMPT)
-        with pytest.raises(RuntimeError, match="cannot serve: it has no weights yet"):
+        with pytest.raises(RuntimeError, match="refuses to serve: it has no weights yet"):
             engine.call("resume")
     side.recover(0)
 

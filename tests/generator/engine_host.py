@@ -1,5 +1,7 @@
 """Hosts an `Engine` in a process of its own, as a Ray actor does, and calls its methods.
 
+A call that fails raises the project's error, or a `RuntimeError` with the text of another.
+
 vLLM's environment variables and imports thus stay out of the test process.
 """
 
@@ -170,5 +172,7 @@ async def _answer(pipe: Connection, number: int, method: Any, args: Any) -> None
     try:
         answer = (number, await method(*args), None)
     except Exception as error:  # noqa: BLE001 - the test decides what it means
-        answer = (number, None, RuntimeError(f"{type(error).__name__}: {error}"))
+        is_own = type(error).__module__.startswith("mega_agentrl.")
+        sent = error if is_own else RuntimeError(f"{type(error).__name__}: {error}")
+        answer = (number, None, sent)
     pipe.send(answer)

@@ -17,7 +17,7 @@ from mega_agentrl.generator.engine import Engine, to_start_error
 from mega_agentrl.generator.progress_monitor import STUCK_TIMEOUT_S, ProgressMonitor
 from mega_agentrl.generator.sampling import StopTokenTable
 from mega_agentrl.generator.sleep_mode import SleepController
-from mega_agentrl.types.errors import EngineLostError
+from mega_agentrl.types.errors import EngineLostError, EngineRefusalError
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import FinishReason, GenerateRequest
 from tests.generator.fake_vllm import NEVER, FakeVllm
@@ -81,8 +81,9 @@ async def test_an_engine_sleeps_when_nothing_runs_and_does_not_serve_without_wei
         assert vllm.calls == []
     await sleeping
     assert vllm.calls == ["pause_generation", "weights_release", "sleep 2 wait"]
-    with pytest.raises(RuntimeError, match="cannot serve"):
+    with pytest.raises(EngineRefusalError) as caught:
         await hollow.resume()
+    assert (caught.value.engine, caught.value.operation) == ("engine 3", "serve")
     assert not hollow.can_serve
 
 

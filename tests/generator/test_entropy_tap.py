@@ -114,7 +114,7 @@ def test_a_rank_is_not_taken_for_a_measurement():
     measured = Measurements(torch.zeros(1, 9), torch.ones(1), torch.tensor([5]))
     flat = as_returned(attach_measurements(log_probs([1]), measured))
     flat.append_fast([1], [0.0], iter([300]), [None])
-    with pytest.raises(RuntimeError, match="token 1 of 2 has rank 300"):
+    with pytest.raises(RuntimeError):
         read_measurements(flat)
 
 
