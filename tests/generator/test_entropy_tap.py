@@ -83,7 +83,7 @@ def as_returned(tensors, num_logprobs=0):
     return flat
 
 
-def test_values_come_back_exactly():
+def test_measurements_come_back_exactly():
     # The second row has the smallest entropy of float32, the third one below 0 by rounding.
     tiny = torch.finfo(torch.float32).smallest_normal / 2**23
     logp_RV = torch.full((4, 5), -9.0)

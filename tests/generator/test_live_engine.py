@@ -153,7 +153,7 @@ def test_end_of_text_and_length_are_told_apart(engine):
     assert engine.call("generate", short).finish_reason is FinishReason.length
 
 
-def test_abort_returns_what_there_is(engine, model_folder):
+def test_abort_returns_the_tokens_so_far(engine, model_folder):
     request = make_requests("abort", 1, max_tokens=200, temperature=0.0)[0]
     running = engine.begin("generate", request)
     while not (num_sampled := engine.call("num_sampled")):

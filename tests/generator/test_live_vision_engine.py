@@ -138,7 +138,7 @@ def test_tokens_of_images_are_preferred_but_never_sampled(vision_engine, folder)
             assert all(best in VISION_IDS or best == token for best, token in pairs)
 
 
-def test_what_an_engine_refuses_does_not_hinder_the_next_request(vision_engine, folder):
+def test_a_refused_request_does_not_hinder_the_next(vision_engine, folder):
     image = load_image(folder, 7)
     stray = image_request(folder, [image, TEXT, [IMAGE_ID]])
     unloaded = image_request(folder, [replace(image, pixels_HWC=None), TEXT])

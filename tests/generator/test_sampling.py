@@ -122,7 +122,7 @@ def test_the_most_probable_tokens_and_the_sampled_one_if_asked_for():
     ],
     ids=["length", "end-token", "stop-id", "other-id", "stop-string", "abort"],
 )
-def test_ends_are_told_apart(finish_reason, stop_reason, expected):
+def test_finish_reasons_are_told_apart(finish_reason, stop_reason, expected):
     ended = output(finish_reason=finish_reason, stop_reason=stop_reason)
     found = to_generation(request(), ended, {9: "</python>"}, version=0)
     assert (found.finish_reason, found.stop_string) == expected

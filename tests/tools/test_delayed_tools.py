@@ -12,7 +12,7 @@ from tools.delayed_tools import DelayedTools, latency_s
 pytestmark = pytest.mark.extended
 
 
-def test_latencies_have_the_median_and_the_tail_they_say():
+def test_latencies_have_the_documented_median_and_tail():
     drawn = sorted(latency_s(f"python {{'code': '{n}'}}") for n in range(4000))
     assert statistics.median(drawn) == pytest.approx(0.2, rel=0.1)
     assert drawn[int(0.99 * 4000)] == pytest.approx(5.0, rel=0.3)

@@ -120,7 +120,7 @@ def test_all_lengths_are_solved_at_once(capsys):
     ],
     ids=["no_model", "divisors"],
 )
-def test_what_was_not_searched_for_was_not_found_missing(arguments, capsys):
+def test_a_refusal_without_a_search_does_not_say_that_there_is_no_solution(arguments, capsys):
     if "--model-config" in arguments:
         config = ROOT / "tools" / "model_configs" / "qwen3-32b.json"
         arguments.insert(arguments.index("--model-config") + 1, str(config))

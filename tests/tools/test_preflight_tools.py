@@ -128,7 +128,7 @@ def test_a_call_that_does_not_end_is_a_problem(call, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["silent", "Demanding"])
-def test_what_cannot_be_called_is_a_note(call, name):
+def test_a_tool_that_cannot_be_called_is_named_in_a_note(call, name):
     calls, problems, (note,) = call(name)
     assert calls == problems == []
     assert name.lower() in note

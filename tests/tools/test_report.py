@@ -13,7 +13,7 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def test_the_page_is_written_where_it_is_asked_for(run_dir, capsys):
+def test_the_page_is_written_to_the_given_file(run_dir, capsys):
     assert report.main([str(run_dir), "--out", str(run_dir / "page.html")]) == 0
     assert capsys.readouterr().out == f"{run_dir / 'page.html'}\n"
     assert 'id="tree-0"' in (run_dir / "page.html").read_text()
@@ -29,6 +29,6 @@ def test_the_page_has_as_many_trees_as_fit_into_its_limit(run_dir):
     assert 'id="tree-0"' not in (run_dir / "report.html").read_text()
 
 
-def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err

@@ -128,6 +128,6 @@ def test_a_broken_bound_ends_with_code_1(small, capsys, monkeypatch):
         (["--network-gbs", "0"], "network=0"),
     ],
 )
-def test_what_does_not_fit_ends_with_code_2(small, capsys, arguments, message):
+def test_sizes_that_do_not_fit_end_with_code_2(small, capsys, arguments, message):
     assert simulate_reshard.main(["--model", str(small), *arguments]) == 2
     assert message in capsys.readouterr().err

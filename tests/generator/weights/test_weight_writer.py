@@ -169,7 +169,7 @@ def test_values_are_converted_to_the_dtype_of_the_parameter(regions):
     assert model.norm.scale.tolist() == [1.0] * 5
 
 
-def test_a_hole_is_named(model, regions):
+def test_a_module_without_all_of_its_elements_is_named(model, regions):
     writer = begun(model, regions)
     write(writer, *list(WHOLE)[1:])
     with pytest.raises(InputError) as caught:

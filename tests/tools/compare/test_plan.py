@@ -71,7 +71,7 @@ def test_algorithms_are_what_their_names_say(checked):
     assert checked["arpo+algo.egpo.lam=0.3"].config.rollout.branching is Branching.after_result
 
 
-def test_all_run_on_tool_qa(checked, base):
+def test_all_presets_run_on_tool_qa(checked, base):
     reasons = {name: find_skip_reason(one.config, base.config) for name, one in checked.items()}
     assert set(reasons.values()) == {None}
 
@@ -96,7 +96,7 @@ def test_only_a_critic_needs_other_components(checked, base):
     ],
     ids=["no tool", "no fork", "one turn", "shared part", "bootstrap", "staleness"],
 )
-def test_what_cannot_be_compared_has_a_reason(algorithm, changes, fact, checked, base):
+def test_an_algorithm_that_cannot_be_compared_has_a_reason(algorithm, changes, fact, checked, base):
     changed = with_overrides(checked[algorithm].config, changes)
     assert fact in find_skip_reason(changed, base.config)
     assert find_skip_reason(checked[algorithm].config, base.config) is None
@@ -129,7 +129,7 @@ def test_a_run_has_its_own_seed_rate_folder_and_settings(checked, options):
 
 
 @pytest.mark.parametrize("override", ["algo=arpo", "experiment=smoke", "seed=3", "optim.lr=1e-4"])
-def test_what_the_comparison_chooses_is_no_override(override):
+def test_settings_that_the_comparison_chooses_are_refused_as_overrides(override):
     with pytest.raises(InputError) as caught:
         check_overrides([override])
     assert (caught.value.name, caught.value.got) == (override, override.split("=")[0])
