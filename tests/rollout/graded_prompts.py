@@ -68,7 +68,7 @@ class RecordingPromptSource(PromptSampler):
         self.nacked += [prompt.prompt_id for prompt in prompts]
 
 
-def make_config(**changes):
+def filtered_config(**changes):
     """Four independent roots a group, filtered by accuracy."""
     values = {
         "group_size": 4,

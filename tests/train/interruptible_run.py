@@ -187,7 +187,9 @@ class LearningCritic(FilePolicy):
         self.weight = 0.25
 
 
-def make_config(base, folder, *, warm, ares, critic=False, save_every=2, every=2, staleness=0):
+def interruptible_config(
+    base, folder, *, warm, ares, critic=False, save_every=2, every=2, staleness=0
+):
     """warm: a warm start comes first. ares: it steers, after a bootstrap; else the adaptive KL."""
     steered = AlgoConfig(
         kl_coef=0.01, ares=AresConfig(mode=AresMode.paper, bootstrap=True, skip_mastered=True)

@@ -21,7 +21,7 @@ from mega_agentrl.types.errors import RankLostError
 from tests.fakes import FakeGenerator
 from tests.rollout.stepped_engine import HeldGenerator, SteppedGenerator
 from tests.train.conftest import FakePolicy
-from tests.train.interruptible_run import Killed, Moments, die, make_config, outcome, start
+from tests.train.interruptible_run import Killed, Moments, die, interruptible_config, outcome, start
 from tests.train.metric_lines import metric_lines
 
 DEADLINE_S = 120
@@ -269,7 +269,7 @@ KINDS = {
 )
 def test_a_run_killed_at_any_call_ends_as_if_undisturbed(config, tmp_path, kind, first):
     """One step off a step is sampled by one version, and its trees are kept until it is saved."""
-    make = partial(make_config, config, staleness=1, **KINDS[kind])
+    make = partial(interruptible_config, config, staleness=1, **KINDS[kind])
     moments = Moments()
     expected = outcome(made := make(tmp_path / "whole"), start(made, moments))
     names = [name for name in moments.names if name != "generate"]
@@ -288,7 +288,7 @@ def test_a_signal_at_any_call_saves_and_the_run_goes_on_with_the_same_prompts(
     config, tmp_path, first
 ):
     """What a signal cuts short is sampled again, with the newer weights of its boundary."""
-    make = partial(make_config, config, staleness=1, **KINDS["adaptive KL"])
+    make = partial(interruptible_config, config, staleness=1, **KINDS["adaptive KL"])
     expected = outcome(made := make(tmp_path / "whole"), start(made, moments := Moments()))
     names = [name for name in moments.names if name != "generate"]
     for at in range(first, len(names), 3):
@@ -307,7 +307,7 @@ def prompts_of(found):
 
 
 def test_finished_rollouts_of_a_killed_run_are_used_again(config, tmp_path):
-    made = make_config(config, tmp_path, warm=False, ares=False, staleness=1, save_every=1)
+    made = interruptible_config(config, tmp_path, warm=False, ares=False, staleness=1, save_every=1)
     with pytest.raises(Killed):
         start(made, Moments(("updated", 2), die))
     start(made, Moments())
@@ -320,7 +320,7 @@ def test_a_policy_that_is_lost_is_restarted_and_trains_on_the_same_prompts(confi
     def lose():
         raise RankLostError("policy rank 0 died")
 
-    make = partial(make_config, config, warm=False, ares=False, staleness=1)
+    make = partial(interruptible_config, config, warm=False, ares=False, staleness=1)
     expected = outcome(made := make(tmp_path / "whole"), start(made, Moments()))
     moments = [("compute_log_probs", 1), ("update", 2), ("updated", 3), ("sync", 3), ("save", 1)]
     for moment in moments:

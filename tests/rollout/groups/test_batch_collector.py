@@ -25,8 +25,8 @@ from tests.rollout.graded_prompts import (
     RecordingPromptSource,
     SlowTools,
     collect_steps,
+    filtered_config,
     make_collector,
-    make_config,
     make_prompts,
     names,
     run,
@@ -70,7 +70,7 @@ def test_a_straggler_continues_with_new_weights():
     async def scenario():
         tools, engine = FakeTools(), _stalled(SteppedGenerator(write), "p0")
         source = RecordingPromptSource(make_prompts(["M", "M", "M", "E", "M"]))
-        config = make_config(
+        config = filtered_config(
             partial_rollout=True, min_finished_fraction=0.5, straggler_timeout_s=0.05
         )
         groups = make_collector(source, config, engine, tools, num_groups=2)
@@ -113,7 +113,7 @@ def test_finished_groups_behind_the_batch_are_used_first_in_the_next_step():
     async def scenario():
         engine, tools = FakeGenerator(write), FakeTools()
         source = RecordingPromptSource(make_prompts(["M", "M", "M", "M", "M"]))
-        config = make_config(partial_rollout=True, num_oversampled_prompts=2)
+        config = filtered_config(partial_rollout=True, num_oversampled_prompts=2)
         groups = make_collector(source, config, engine, tools, num_groups=1)
         first = await groups.collect(0)
         num_requests = len(engine.requests)
@@ -139,7 +139,7 @@ def test_a_group_with_a_busy_tool_cannot_be_carried(monkeypatch):
     async def scenario():
         tools, engine = SlowTools(), FakeGenerator(write)
         source = RecordingPromptSource(make_prompts(["MS", "M", "M"]))
-        config = make_config(
+        config = filtered_config(
             partial_rollout=True, min_finished_fraction=0.5, straggler_timeout_s=0.02
         )
         groups = make_collector(source, config, engine, tools, num_groups=2)
@@ -171,7 +171,7 @@ def test_carrying_over_loses_no_prompt_and_mixes_no_group(
         tools = FakeTools(delays=delays)
         engine = SteppedGenerator(write, delays=delays + 1)
         source = RecordingPromptSource(make_prompts(kinds))
-        config = make_config(
+        config = filtered_config(
             partial_rollout=True,
             num_oversampled_prompts=oversample,
             min_finished_fraction=quorum[0],
@@ -220,7 +220,7 @@ def test_cancelling_at_any_moment_leaves_no_task_or_session(num_turns, changes):
     async def scenario():
         tools, generator = FakeTools(delays=1), SteppedGenerator(write, delays=2)
         source = RecordingPromptSource(make_prompts(["M", "E", "H", "M", "M", "E"]))
-        config = make_config(num_oversampled_prompts=1, **changes)
+        config = filtered_config(num_oversampled_prompts=1, **changes)
         groups = make_collector(source, config, generator, tools, num_groups=3)
         task = asyncio.create_task(groups.collect(0))
         for _ in range(num_turns):
@@ -248,7 +248,9 @@ def test_a_bug_arrives_as_itself_and_nothing_stays_open():
     async def scenario(tools, rubric=None):
         source = RecordingPromptSource(make_prompts("MMMMMM"))
         engine = FakeGenerator(write, delays=2)
-        groups = make_collector(source, make_config(), engine, tools, num_groups=3, rubric=rubric)
+        groups = make_collector(
+            source, filtered_config(), engine, tools, num_groups=3, rubric=rubric
+        )
         try:
             await groups.collect(0)
         finally:
@@ -262,7 +264,7 @@ def test_a_bug_arrives_as_itself_and_nothing_stays_open():
 
 def test_filtered_groups_are_replaced_and_counted():
     kinds = ["M", "E", "H", "M", "H", "M", "M", "E"]
-    (collected,), source = run(collect_steps(kinds, make_config(), 3))
+    (collected,), source = run(collect_steps(kinds, filtered_config(), 3))
     assert names(collected.trees) == ["p0", "p3", "p5"]
     assert names(collected.finished_trees) == ["p0", "p1", "p2", "p3", "p4", "p5"]
     metrics = collected.metrics()
@@ -298,7 +300,7 @@ def test_the_batch_is_the_first_accepted_groups_whatever_the_timing(
     kinds, num_groups, oversample, delays
 ):
     steps, num_used = _expected(kinds, num_groups, 2)
-    config = make_config(num_oversampled_prompts=oversample)
+    config = filtered_config(num_oversampled_prompts=oversample)
     generator, tools = FakeGenerator(write, delays=delays), FakeTools(delays=delays + 1)
     results, source = run(
         collect_steps(kinds, config, num_groups, num_steps=2, generator=generator, tools=tools)
@@ -307,7 +309,7 @@ def test_the_batch_is_the_first_accepted_groups_whatever_the_timing(
     # No prompt is lost or comes twice: those used up are settled, the next one is next.
     assert sorted(source.acked) == sorted(f"p{at % len(kinds)}" for at in range(num_used))
     assert source.next_prompts(1)[0].prompt_id == f"p{num_used % len(kinds)}"
-    plain, _ = run(collect_steps(kinds, make_config(), num_groups, num_steps=2))
+    plain, _ = run(collect_steps(kinds, filtered_config(), num_groups, num_steps=2))
     assert [one.finished_trees for one in results] == [one.finished_trees for one in plain]
 
 
@@ -315,7 +317,7 @@ def test_replacements_start_while_others_still_run():
     async def scenario():
         tools, generator = SlowTools(), FakeGenerator(write)
         source = RecordingPromptSource(make_prompts(["MS", "H", "M"]))
-        groups = make_collector(source, make_config(), generator, tools, num_groups=2)
+        groups = make_collector(source, filtered_config(), generator, tools, num_groups=2)
         task = asyncio.create_task(groups.collect(0))
         while not any(request.request_id.startswith("p2/") for request in generator.requests):
             await asyncio.sleep(0)
@@ -330,7 +332,7 @@ def test_too_many_replacements_are_an_error_with_the_counts_of_what_was_filtered
     monkeypatch.setattr(module, "MAX_REFILL_ROUNDS", 2)
     tools = FakeTools()
     kinds = ["M", "E", "E", "E", "E", "H", "E", "E", "E"]
-    error = refused(lambda: run(collect_steps(kinds, make_config(), 2, tools=tools)))
+    error = refused(lambda: run(collect_steps(kinds, filtered_config(), 2, tools=tools)))
     assert (error.key, error.got) == ("rollout.filter_metric", FilterMetric.accuracy)
     assert "too easy" in error.cause
     text = error.expected.replace("filter_range[0]", "low").replace("filter_range[1]", "high")
@@ -347,12 +349,12 @@ def test_groups_that_failed_are_replaced_where_groups_are_filtered():
         return (path[0] == "p0" and path[2] != "0") or (path[0] == "p1" and path[2] in "13")
 
     generator = FakeGenerator(write, breaks=breaks)
-    (collected,), _ = run(collect_steps("MMMM", make_config(), 2, generator=generator))
+    (collected,), _ = run(collect_steps("MMMM", filtered_config(), 2, generator=generator))
     # p0 has one good trajectory; p1's good ones are all right.
     assert names(collected.trees) == ["p2", "p3"]
     metrics = collected.metrics()
     assert metrics["rollout/num_groups_failed"] == metrics["rollout/num_groups_filtered_high"] == 1
-    everyone = make_config(filter_metric=FilterMetric.none)
+    everyone = filtered_config(filter_metric=FilterMetric.none)
     (collected,), _ = run(collect_steps(["M", "M", "M"], everyone, 2, generator=generator))
     assert names(collected.trees) == ["p0", "p1"], "without a filter failures stay, as data"
 
@@ -362,7 +364,7 @@ def test_stragglers_are_dropped_after_the_quorum_and_not_before():
         tools = SlowTools()
         generator = SteppedGenerator(write)
         source = RecordingPromptSource(make_prompts(["M", "MS", "M", "MS", "M"]))
-        config = make_config(min_finished_fraction=quorum, straggler_timeout_s=0.05)
+        config = filtered_config(min_finished_fraction=quorum, straggler_timeout_s=0.05)
         groups = make_collector(source, config, generator, tools, num_groups=4)
         task = asyncio.create_task(groups.collect(0))
         done, _ = await asyncio.wait({task}, timeout=60 if quorum == 0.5 else 0.3)
@@ -387,7 +389,7 @@ def test_oversampling_fills_the_batch_in_spite_of_stragglers():
     async def scenario():
         tools = SlowTools()
         source = RecordingPromptSource(make_prompts(["MS", "M", "M", "M", "M"]))
-        config = make_config(num_oversampled_prompts=2, straggler_timeout_s=0.05)
+        config = filtered_config(num_oversampled_prompts=2, straggler_timeout_s=0.05)
         groups = make_collector(source, config, FakeGenerator(write), tools, num_groups=2)
         collected = await groups.collect(0)
         assert all(session.released == 1 for session in tools.sessions)
@@ -401,7 +403,7 @@ def test_oversampling_fills_the_batch_in_spite_of_stragglers():
 
 def test_lockstep_groups_are_filtered_too():
     branch = BranchConfig(initial_rollouts=4)
-    config = make_config(branching=Branching.released, branch=branch, num_oversampled_prompts=1)
+    config = filtered_config(branching=Branching.released, branch=branch, num_oversampled_prompts=1)
     (collected,), source = run(collect_steps(["M", "E", "H", "M", "H", "M", "M"], config, 3))
     assert names(collected.trees) == ["p0", "p3", "p5"]
     assert len(source.acked) == 6
@@ -409,7 +411,7 @@ def test_lockstep_groups_are_filtered_too():
 
 def test_a_prompt_that_fills_the_model_is_named():
     with pytest.raises(InputError) as caught:
-        run(collect_steps(["M" * 600], make_config(), 1))
+        run(collect_steps(["M" * 600], filtered_config(), 1))
     assert (caught.value.name, caught.value.got) == ("tokens of prompt p0", 601)
 
 

@@ -16,13 +16,13 @@ from mega_agentrl.rollout.groups.group import (
     start_lockstep_groups,
 )
 from tests.fakes import FakeGenerator, FakeRubric, FakeTools, make_context
-from tests.rollout.graded_prompts import SlowTools, make_config, make_prompts, write
+from tests.rollout.graded_prompts import SlowTools, filtered_config, make_prompts, write
 from tests.rollout.stepped_engine import SteppedGenerator
 from tests.rollout.virtual_time import run_virtually
 
 
 def _context(generator, tools, *, with_greedy=False, **changes):
-    config = make_config(**changes)
+    config = filtered_config(**changes)
     return make_context(config, generator=generator, tools=tools, with_greedy=with_greedy)
 
 

@@ -18,8 +18,8 @@ from mega_agentrl.types.records import RolloutTree, Score, StopReason
 from tests.fakes import FakeGenerator, FakeRubric, FakeTools, make_trajectory
 from tests.rollout.graded_prompts import (
     RecordingPromptSource,
+    filtered_config,
     make_collector,
-    make_config,
     make_prompts,
     run,
     write,
@@ -91,7 +91,7 @@ def test_cancelled_scores_cancel_their_futures():
 
 def collector(rubric, filter_metric, **changes):
     source = RecordingPromptSource(make_prompts("MMM"))
-    config = make_config(filter_metric=filter_metric, **changes)
+    config = filtered_config(filter_metric=filter_metric, **changes)
     engine, tools = FakeGenerator(write), FakeTools()
     return make_collector(source, config, engine, tools, num_groups=2, rubric=rubric)
 

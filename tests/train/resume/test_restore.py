@@ -15,7 +15,15 @@ from mega_agentrl.train.trainer import MAX_FAILURES_WITHOUT_PROGRESS
 from mega_agentrl.types.errors import RankLostError
 from tests.config.refusals import refused
 from tests.train.file_policy import WEIGHT
-from tests.train.interruptible_run import STEPS, Killed, Moments, die, make_config, outcome, start
+from tests.train.interruptible_run import (
+    STEPS,
+    Killed,
+    Moments,
+    die,
+    interruptible_config,
+    outcome,
+    start,
+)
 
 KINDS = {
     "warm start and ARES": {"warm": True, "ares": True},
@@ -53,7 +61,7 @@ def run_on(config, first, signal_handler=None):
 def test_a_run_killed_at_any_moment_ends_as_if_undisturbed(config, tmp_path, kind, first):
     """first: every second moment from here on; a signal comes at the others."""
     moments = Moments()
-    make = partial(make_config, config, **KINDS[kind])
+    make = partial(interruptible_config, config, **KINDS[kind])
     expected, _ = run_on(make(tmp_path / "whole"), moments)
     assert expected["summary"]["num_steps"] == STEPS
     assert expected["lines"][-1]["stage"] == "held_out_after"
@@ -68,7 +76,7 @@ def test_a_run_killed_at_any_moment_ends_as_if_undisturbed(config, tmp_path, kin
 @kinds_and_moments("adaptive KL", first=1)
 def test_a_signal_at_any_moment_saves_and_the_run_goes_on(config, tmp_path, kind, first):
     moments = Moments()
-    make = partial(make_config, config, **KINDS[kind])
+    make = partial(interruptible_config, config, **KINDS[kind])
     expected, _ = run_on(make(tmp_path / "whole"), moments)
     chosen = [at for at, name in enumerate(moments.names) if name != "generate" or at % 9 == 0]
     for at in chosen[first::2]:
@@ -80,7 +88,7 @@ def test_a_signal_at_any_moment_saves_and_the_run_goes_on(config, tmp_path, kind
 
 
 def test_evaluations_within_rl_change_no_step_and_are_made_once(config, tmp_path):
-    make = partial(make_config, config, warm=False, ares=False)
+    make = partial(interruptible_config, config, warm=False, ares=False)
     with_them = outcome(made := make(tmp_path / "with", every=1), start(made, Moments()))
     without = outcome(made := make(tmp_path / "without", every=0), start(made, Moments()))
     stages = [(line["stage"], line["step"]) for line in with_them["lines"]]
@@ -123,7 +131,7 @@ def test_the_critic_begins_anew_where_the_policy_of_every_checkpoint_is_damaged(
 
 def test_a_signal_loses_no_finished_step(config, tmp_path):
     moments = Moments()
-    make = partial(make_config, config, warm=False, ares=False, save_every=0)
+    make = partial(interruptible_config, config, warm=False, ares=False, save_every=0)
     start(make(tmp_path / "whole"), moments)
     updates = [at for at, name in enumerate(moments.names) if name == "update"]
     logprobs = [at for at, name in enumerate(moments.names) if name == "compute_log_probs"]
@@ -138,7 +146,7 @@ def test_a_signal_loses_no_finished_step(config, tmp_path):
 
 
 def test_a_run_killed_again_and_again_ends_as_if_undisturbed(config, tmp_path):
-    make = partial(make_config, config, warm=True, ares=True, save_every=1)
+    make = partial(interruptible_config, config, warm=True, ares=True, save_every=1)
     expected, _ = run_on(make(tmp_path / "whole"), Moments())
     made = make(tmp_path / "killed")
     # Each life gets one step further; the first has the warm start's checkpoint to write, too.
@@ -150,7 +158,7 @@ def test_a_run_killed_again_and_again_ends_as_if_undisturbed(config, tmp_path):
 
 
 def test_a_run_stopped_by_the_queue_in_every_stage_reaches_its_end(config, tmp_path):
-    make = partial(make_config, config, warm=True, ares=True)
+    make = partial(interruptible_config, config, warm=True, ares=True)
     expected, _ = run_on(make(tmp_path / "whole"), Moments())
     made, where = make(tmp_path / "stopped"), []
     # In the update or the check of the warm start, behind it, before and in the first step.
@@ -169,7 +177,7 @@ def test_a_run_stopped_by_the_queue_in_every_stage_reaches_its_end(config, tmp_p
 
 def saved_run(config, folder, **kind):
     """Ended in the update of the last step, with checkpoints of steps 1 and 2."""
-    moments, made = Moments(), make_config(config, folder / "whole", save_every=1, **kind)
+    moments, made = Moments(), interruptible_config(config, folder / "whole", save_every=1, **kind)
     expected, _ = run_on(made, moments)
     last = [at for at, name in enumerate(moments.names) if name == "updated"][-1]
     made = replace(made, run_dir=str(folder / "run"))
@@ -241,7 +249,7 @@ def test_a_policy_lost_at_any_moment_leaves_a_run_that_ends_as_if_undisturbed(
     config, tmp_path, warm, critic
 ):
     moments = Moments()
-    make = partial(make_config, config, warm=warm, ares=False, critic=critic)
+    make = partial(interruptible_config, config, warm=warm, ares=False, critic=critic)
     components = start(make(tmp_path / "whole"), moments)
     assert components.policy.num_restarts == 0
     expected = outcome(make(tmp_path / "whole"), components)
@@ -260,7 +268,7 @@ def test_a_policy_lost_at_any_moment_leaves_a_run_that_ends_as_if_undisturbed(
 def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_path, capsys):
     moments = Moments()
     moments.pass_by = lambda name: lose() if name == "update" else None
-    settings = make_config(config, tmp_path / "run", warm=False, ares=False)
+    settings = interruptible_config(config, tmp_path / "run", warm=False, ares=False)
     with pytest.raises(RankLostError):
         start(settings, moments)
     num_restarts = capsys.readouterr().err.count("restarted from the beginning")
