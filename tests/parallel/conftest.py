@@ -58,4 +58,6 @@ def make_config(folder, cell):
 
 @pytest.fixture(scope="session")
 def grid(rank_pool, tmp_path_factory):
-    return Grid(rank_pool, tmp_path_factory.mktemp("grid"))
+    found = Grid(rank_pool, tmp_path_factory.mktemp("grid"))
+    found.reference("llama")  # imports the libraries
+    return found

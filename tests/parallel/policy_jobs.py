@@ -41,16 +41,18 @@ class Measured:
     """Stats of a step with learning rate 0 and its gradients before clipping, by token budget."""
     curve: list[UpdateStats]
     """Stats of the SFT steps that were taken."""
-    skipped: list[UpdateStats]
-    """Stats of the SFT steps with a NaN gradient, after the first of `curve`."""
+    applied: list[bool]
+    """Whether the optimizer took the steps with a NaN gradient, after the first step of `curve`."""
+    skipped: UpdateStats
+    """Stats of the SFT step in which they were tried; its own gradients have the last NaN."""
     weights_unchanged: bool
-    """Whether the skipped steps left the weights as they were."""
+    """Whether these steps left the weights as they were."""
 
 
 def measure(
     rank_info: dict[str, Any], config: TrainConfig, batch: TrainBatch, budgets: tuple[int, ...]
 ) -> Measured:
-    """Score, take gradients under each token budget, then SFT steps, some with NaN gradients."""
+    """Score, take gradients under each token budget, then SFT steps, one with NaN gradients."""
     policy = PolicyRank(config, RankInfo(**rank_info))
     model = policy.megatron_model
     policy.load_hf(config.model.path)
@@ -62,12 +64,10 @@ def measure(
             stats = update(policy, batch, lr=0.0, scored=scored)
         updates[budget] = (stats, caught[0])
     policy.reset_optimizer()
-    curve, skipped = [sft_step(policy, batch, LR)], []
+    curve = [sft_step(policy, batch, LR)]
     before = weights_of(model)
-    kinds = ("dense", "expert") if model.shape.moe else ("dense",)
-    for rank, kind in product(range(rank_info["world_size"]), kinds):
-        with poisoned(model, kind if rank_info["rank"] == rank else ""):
-            skipped.append(sft_step(policy, batch, LR))
+    with poisoned_steps(model, rank_info["rank"], rank_info["world_size"]) as applied:
+        skipped = sft_step(policy, batch, LR)
     weights_unchanged = all(
         torch.equal(old, new)
         for (_, _, old), (_, _, new) in zip(before, weights_of(model), strict=True)
@@ -78,6 +78,7 @@ def measure(
         scores=scores,
         updates=updates,
         curve=curve,
+        applied=applied,
         skipped=skipped,
         weights_unchanged=weights_unchanged,
     )
@@ -141,6 +142,35 @@ def poisoned(model: MegatronModel, kind: str) -> Iterator[None]:
         model.optimizer.step = spoil
     try:
         yield
+    finally:
+        model.optimizer.step = step
+
+
+@contextmanager
+def poisoned_steps(model: MegatronModel, own_rank: int, world_size: int) -> Iterator[list[bool]]:
+    """Try each optimizer step with NaN gradients of each kind on each rank in turn, as `poisoned`.
+
+    The last NaN stays. Yields a list that gets whether each of these steps was taken.
+    """
+    step, applied = model.optimizer.step, []
+    kinds = ("dense", "expert") if model.shape.moe else ("dense",)
+
+    def try_all(lr: float) -> tuple[float, bool]:
+        right: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for rank, kind in product(range(world_size), kinds):
+            for shard, values in right:
+                shard.copy_(values)
+            shards = [shard for _, shard, _ in shards_of(model, kind)] if rank == own_rank else []
+            right = [(shard, shard.clone()) for shard in shards]
+            for shard in shards:
+                shard.fill_(torch.nan)
+            result = step(lr)
+            applied.append(result[1])
+        return result
+
+    model.optimizer.step = try_all
+    try:
+        yield applied
     finally:
         model.optimizer.step = step
 

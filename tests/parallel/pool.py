@@ -64,13 +64,17 @@ class _Rank:
 
 
 class RankPool:
-    """Rank processes, as many as the largest job so far needed; `folder` is for their logs."""
+    """Rank processes, as many as the largest job so far needed; `folder` is for their logs.
+
+    The first one starts at once, so that no job waits until the server has imported the libraries.
+    """
 
     def __init__(self, folder: Path, *, deadline_s: float = 300.0) -> None:
         self._folder = folder
         self._deadline_s = deadline_s
         self._ranks: list[_Rank] = []
         self._num_started = 0
+        self._start(1)
 
     @property
     def pids(self) -> list[int]:
