@@ -42,6 +42,7 @@ from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.mapping.lora_layout import is_lora_param, lora_shapes, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import (
@@ -273,9 +274,11 @@ class MegatronModel:
         if self.shape.head is HeadKind.scalar:
             shape = shape.with_scalar_head()
         if shape != self.shape:
-            raise ValueError(
-                f"load {folder}: shape {shape} differs from {self.shape}, which the ranks were "
-                "built for; probable cause: another model than model.path names"
+            raise InputError(
+                f"shape of {folder}",
+                shape,
+                f"{self.shape}, which the ranks were built for",
+                "another model than model.path names",
             )
         for shard in self.shard_layouts:
             if any(block.hf_name in fresh for block in shard.blocks):
@@ -543,9 +546,8 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
             run, is below 1.
     """
     if step < 0 or total_steps < 1:
-        raise ValueError(
-            f"learning_rate: got step={step}, total_steps={total_steps}; expected step at least "
-            "0 and total_steps at least 1; probable cause: a run of 0 steps"
+        raise InputError(
+            "step and total_steps", (step, total_steps), "at least 0 and 1", "a run of 0 steps"
         )
     if step < settings.lr_warmup_steps:
         return settings.lr * (step + 1) / settings.lr_warmup_steps

@@ -37,6 +37,7 @@ from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
 from mega_agentrl.config.enums import RouterReplay
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.estimate.device import MIB
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -336,9 +337,11 @@ class PolicyRank(TrainableRank):
 
     def _reference_swapped_in(self) -> AbstractContextManager[None]:
         if self._reference is None:
-            raise ValueError(
-                "reference log-probs: there is no reference; expected algo.kl_coef above 0, "
-                "algo.ares.mode other than off, or an earlier snapshot_reference()"
+            raise InputError(
+                "reference of the log-probs",
+                None,
+                "a model, with algo.kl_coef above 0 or algo.ares.mode other than off, or after "
+                "snapshot_reference()",
             )
         return self._reference.swapped_in()
 
@@ -368,9 +371,11 @@ class StepProfiler:
             ValueError: If no trace was started.
         """
         if self._profiler is None:
-            raise ValueError(
-                f"{file}: got no trace, expected start_profile() before stop_profile(); probable "
-                "cause: the rank was restarted in between"
+            raise InputError(
+                f"trace for {file}",
+                None,
+                "one, from start_profile() before stop_profile()",
+                "the rank was restarted in between",
             )
         profiler, self._profiler = self._profiler, None
         profiler.stop()

@@ -15,6 +15,7 @@ import numpy as np
 
 from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
 from mega_agentrl.actor.model.heads import ScalarHead
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
 
 if TYPE_CHECKING:
@@ -33,9 +34,11 @@ class RewardModelRank:
     def __init__(self, config: TrainConfig, rank_info: RankInfo, *, model_path: str) -> None:
         shape = ModelShape.from_folder(model_path)
         if shape.head is not HeadKind.scalar:
-            raise ValueError(
-                f"reward model {model_path}: got architecture {shape.architecture}, expected one "
-                f"of {', '.join(SCALAR_ARCHITECTURES)}; probable cause: a policy's folder"
+            raise InputError(
+                f"architecture of reward model {model_path}",
+                shape.architecture,
+                f"one of {', '.join(SCALAR_ARCHITECTURES)}",
+                "a policy's folder",
             )
         self.megatron_model = MegatronModel(config, shape, rank_info, is_trainable=False)
 

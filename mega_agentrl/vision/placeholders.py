@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.records import Message
 
@@ -24,10 +25,11 @@ def expand_placeholders(
     """
     num_placeholders = sum(token == placeholder_id for token in token_ids)
     if num_placeholders != len(images):
-        raise ValueError(
-            f"chat template: it wrote {num_placeholders} image placeholders (token "
-            f"{placeholder_id}) for {len(images)} images, expected one each; probable cause: a "
-            "template for text, which ignores the parts of a message that are images"
+        raise InputError(
+            f"image placeholders of the chat template (token {placeholder_id})",
+            num_placeholders,
+            f"{len(images)}, one for each image",
+            "a template for text, which ignores the parts of a message that are images",
         )
     remaining = iter(images)
     expanded: list[int] = []
@@ -55,10 +57,11 @@ def locate_images(
     expected = [index for item in placed for index in range(item.start, item.stop)]
     got = [index for index, token in enumerate(token_ids) if token == placeholder_id]
     if got != expected:
-        raise ValueError(
-            f"{len(token_ids)} token ids: got {len(got)} image placeholders, expected "
-            f"{len(expected)} in whole runs for {[image.num_tokens for image in images]} features; "
-            "probable cause: a cut through an image, or a sampled placeholder"
+        raise InputError(
+            f"image placeholders among {len(token_ids)} token ids",
+            len(got),
+            f"{len(expected)} in whole runs for {[image.num_tokens for image in images]} features",
+            "a cut through an image, or a sampled placeholder",
         )
     return tuple(placed)
 

@@ -12,6 +12,7 @@ from mega_agentrl.actor.critic import CriticRank, ValueObjective
 from mega_agentrl.algo.policy_loss import AGGREGATION_MODES, aggregate, loss_denominator
 from mega_agentrl.algo.value_loss import clipped_value_loss
 from mega_agentrl.batch.packed_rows import CRITIC_TARGETS
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import HF_SCORE_HEAD, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.circles import mark_extended
@@ -235,8 +236,9 @@ def test_a_checkpoint_of_another_body_is_refused(tmp_path, train_config, lone_ra
     other = make_tiny_model("qwen3", tmp_path / "two", num_hidden_layers=2)
     critic = CriticRank(train_config(str(folder)), lone_rank, model_path=str(folder))
     try:
-        with pytest.raises(ValueError, match="differs from"):
+        with pytest.raises(InputError) as caught:
             critic.load_hf(str(other))
+        assert caught.value.name == f"shape of {other}"
         critic.load_hf(str(make_tiny_model("qwen3_reward", tmp_path / "scored")))
         assert critic.megatron_model.parameters["output_layer.weight"].abs().max() > 0
         critic.load_hf(str(folder))
@@ -266,5 +268,6 @@ def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
 
 
 def test_an_update_without_values_is_refused(batch):
-    with pytest.raises(ValueError, match="no value_BT, return_BT"):
+    with pytest.raises(InputError) as caught:
         ValueObjective(targets_of(batch, CRITIC_TARGETS), 1.0, CLIP, "token_mean")
+    assert caught.value.got == ["value_BT", "return_BT"]

@@ -10,6 +10,7 @@ import torch
 from mega_agentrl.actor.megatron_model import StepResult, compute_learning_rate, summarize_steps
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.config.sections.policy import OptimConfig
+from mega_agentrl.errors import InputError
 from tests.actor import megatron_model_jobs
 from tests.parallel.merge import assemble, scores_by_row
 from tests.parallel.policy_jobs import run_calls
@@ -155,5 +156,6 @@ def test_learning_rates_by_hand(total_steps, settings, expected):
 
 @pytest.mark.parametrize(("step", "total_steps"), [(-1, 5), (0, 0)])
 def test_a_step_outside_the_run_is_refused(step, total_steps):
-    with pytest.raises(ValueError, match="got step"):
+    with pytest.raises(InputError) as caught:
         compute_learning_rate(step, OptimConfig(), total_steps)
+    assert caught.value.got == (step, total_steps)

@@ -10,6 +10,8 @@ import torch
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank, StepProfiler
 from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.errors import InputError
+from tests.config.refusals import refused_setting
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
 from tests.tiny_models import make_tiny_model
@@ -119,15 +121,17 @@ def test_an_unfinished_trace_is_dropped_by_the_next_start(tmp_path):
     assert "aten::mm" in event_names(file)
     assert "aten::tanh" not in event_names(file)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    with pytest.raises(ValueError, match="expected start_profile"):
+    with pytest.raises(InputError) as caught:
         profiler.stop(file)
+    assert caught.value.name == f"trace for {file}"
 
 
 def test_scores_of_a_reference_that_was_never_saved_are_refused(batch):
     policy = PolicyRank.__new__(PolicyRank)
     policy._reference = None
-    with pytest.raises(ValueError, match=r"algo\.kl_coef"):
+    with pytest.raises(InputError) as caught:
         policy.compute_log_probs(batch, True)
+    assert (caught.value.name, caught.value.got) == ("reference of the log-probs", None)
 
 
 def test_a_given_reference_stays_that_model_whatever_the_policy_does(run, batch, tmp_path):
@@ -162,8 +166,9 @@ def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config, l
         before = policy.compute_prompt_log_probs([1, 2, 3])
         assert before is not None
         policy.set_gpu_resident(frozenset())
-        with pytest.raises(ValueError, match="weights in host memory"):
+        with pytest.raises(InputError) as caught:
             policy.compute_prompt_log_probs([1, 2, 3])
+        assert caught.value.got == ["weights"]
         policy.set_gpu_resident({"weights"})
         assert policy.compute_prompt_log_probs([1, 2, 3]) == before
     finally:
@@ -218,5 +223,4 @@ def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(ru
 def test_parallel_sizes_that_do_not_divide_the_model_are_refused(checkpoints, train_config):
     config = train_config(checkpoints[True], tensor=3)
     rank_info = RankInfo(rank=0, world_size=3, master_address="", master_port=0, timeout_s=1.0)
-    with pytest.raises(ValueError, match=r"parallel\.tensor=3"):
-        PolicyRank(config, rank_info)
+    assert refused_setting(PolicyRank, config, rank_info) == ("parallel.tensor", 3)

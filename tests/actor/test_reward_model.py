@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mega_agentrl.actor.reward_model import RewardModelRank
+from mega_agentrl.errors import InputError
 from tests.actor.circles import mark_extended
 from tests.actor.role_jobs import run_role
 from tests.tiny_models import REWARDS, make_tiny_model
@@ -84,8 +85,9 @@ def test_neither_padding_nor_the_token_after_a_row_is_read(judged, rank_pool, tr
 
 def test_a_policy_is_no_reward_model(tmp_path, train_config, lone_rank):
     folder = str(make_tiny_model("qwen3", tmp_path / "policy"))
-    with pytest.raises(ValueError, match="got architecture Qwen3ForCausalLM"):
+    with pytest.raises(InputError) as caught:
         RewardModelRank(train_config(folder), lone_rank, model_path=folder)
+    assert caught.value.got == "Qwen3ForCausalLM"
 
 
 def test_a_reward_model_has_no_training_state_and_needs_its_head(tmp_path, train_config, lone_rank):
@@ -96,7 +98,7 @@ def test_a_reward_model_has_no_training_state_and_needs_its_head(tmp_path, train
     try:
         assert not any(weight.requires_grad for weight in reward.megatron_model.parameters.values())
         assert all(not chunk.buffers for chunk in reward.megatron_model.chunks)
-        with pytest.raises(AssertionError, match="no optimizer"):
+        with pytest.raises(AssertionError):
             _ = reward.megatron_model.optimizer
         with pytest.raises(ValueError, match=r"missing tensors: \['score\.weight'\]"):
             reward.load_hf(str(bare))

@@ -107,8 +107,8 @@ def test_a_frozen_tower_has_no_state_and_does_not_move(
     thawed = config_of("qwen3_vl", data=2)
     thawed.model.dtype = dtype
     calls = [("load", folder), ("refused", "resume", tmp_path / "run/one")]
-    for _, message in rank_pool.run(call_all, 2, thawed, calls):
-        assert message.startswith("model.freeze_vision=false")
+    for _, error in rank_pool.run(call_all, 2, thawed, calls):
+        assert (error.key, error.got) == ("model.freeze_vision", False)
 
 
 @pytest.mark.parametrize("family", mark_extended(VISION_FAMILIES, quick=["qwen2_5_vl"]))

@@ -114,10 +114,12 @@ def test_damaged_files_never_raise_anything_else(kind, data):
 
 
 def test_bounds_name_their_settings():
-    with pytest.raises(ConfigError, match=r"data\.max_image_mib=0\.001"):
+    with pytest.raises(ConfigError) as caught:
         check(make_picture(0), max_file_bytes=1049)
-    with pytest.raises(ConfigError, match=r"data\.max_image_pixels=1567"):
+    assert "data.max_image_mib=0.001" in caught.value.expected
+    with pytest.raises(ConfigError) as caught:
         check(make_picture(0), max_file_pixels=1567)
+    assert "data.max_image_pixels=1567" in caught.value.expected
 
 
 def test_all_forms_of_a_cell_have_the_same_bytes(tmp_path):

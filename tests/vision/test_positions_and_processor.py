@@ -97,7 +97,7 @@ def test_a_prefix_may_not_end_within_an_image() -> None:
     placed = PlacedImage(start=3, image=_processor_like(rows=4, columns=4))
     assert images_within([placed], 3) == ()
     assert images_within([placed], 7) == (placed,)
-    with pytest.raises(ValueError, match="within the placeholders"):
+    with pytest.raises(ValueError):
         images_within([placed], 5)
 
 

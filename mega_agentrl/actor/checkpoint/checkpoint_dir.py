@@ -20,7 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
 
 if TYPE_CHECKING:
@@ -84,32 +86,34 @@ class CheckpointManifest:
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
-            raise ValueError(
-                f"checkpoint {folder}: expected {MANIFEST_FILE} in it, found none; probable cause: "
-                "an interrupted save, or another kind of folder"
+            raise InputError(
+                str(path),
+                None,
+                "the manifest of a finished checkpoint",
+                "an interrupted save, or another kind of folder",
             )
         values = read_json(path, "checkpoint", "the manifest of a finished checkpoint")
         got_format = values.pop("format", None)
         if got_format != MANIFEST_FORMAT:
-            raise ValueError(
-                f"checkpoint {folder}: got format {got_format!r}, expected {MANIFEST_FORMAT!r}"
-            )
+            raise InputError(f"format of {path}", got_format, repr(MANIFEST_FORMAT))
         try:
             files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
             return cls(files=files, **values)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: {error}; probable cause: a damaged manifest, or one of another version"
-            ) from None
+            expected = "the fields of a manifest"
+            cause = "a damaged manifest, or one of another version"
+            raise InputError(str(path), error, expected, cause) from None
 
     def require_lora(self, folder: Path, lora: LoraConfig | None) -> None:
         """Raise `ValueError` if the checkpoint in `folder` has other adapters than a run's."""
         got, expected = self.lora, None if lora is None else lora_record(lora)
         if got != expected:
-            raise ValueError(
-                f"model.lora={expected}: expected {got} to resume checkpoint {folder}; probable "
-                "cause: another configuration of the run (start a new one from its exported "
-                "weights to train with other adapters)"
+            raise ConfigError(
+                "model.lora",
+                expected,
+                f"{got} to resume checkpoint {folder}",
+                "another configuration of the run (start a new one from its exported weights to "
+                "train with other adapters)",
             )
 
     def require_shape(self, folder: Path, shape: ModelShape, source: str) -> None:
@@ -121,11 +125,12 @@ class CheckpointManifest:
         got = _with_neutral_values(self.shape, expected)
         if got != expected:
             differing = [name for name in expected if got.get(name) != expected[name]]
-            raise ValueError(
-                f"checkpoint {folder}: {', '.join(differing)} "
-                f"{[got.get(name) for name in differing]}, expected "
-                f"{[expected[name] for name in differing]} of {source}; probable cause: another "
-                "model's folder, or a critic's checkpoint"
+            own = {name: expected[name] for name in differing}
+            raise InputError(
+                f"shape of checkpoint {folder}",
+                {name: got.get(name) for name in differing},
+                f"{own} of {source}",
+                "another model's folder, or a critic's checkpoint",
             )
 
     def write(self, folder: Path) -> None:
@@ -156,15 +161,16 @@ def create_partial_folder(folder: Path, token: str) -> Path:
         ValueError: If `folder` is a finished checkpoint or holds unrelated files.
     """
     if (folder / MANIFEST_FILE).is_file():
-        raise ValueError(
-            f"save to {folder}: there is a finished checkpoint; expected a free name; probable "
-            "cause: a run that was resumed from an older checkpoint"
+        raise InputError(
+            f"folder of the save {folder}",
+            "a finished checkpoint",
+            "a free name",
+            "a run that was resumed from an older checkpoint",
         )
     is_occupied = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
     if is_occupied and not (folder / "metadata.json").is_file():
-        raise ValueError(
-            f"save to {folder}: expected a free name or an interrupted save; got other files"
-        )
+        expected = "a free name or an interrupted save"
+        raise InputError(f"folder of the save {folder}", "other files", expected)
     for leftover in folder.parent.glob(f"{folder.name}{_PARTIAL_SUFFIX}*"):
         shutil.rmtree(leftover)
     partial = folder.with_name(f"{folder.name}{_PARTIAL_SUFFIX}{token}")
@@ -180,7 +186,7 @@ def commit_folder(partial: Path, folder: Path, manifest: CheckpointManifest) -> 
     """
     damage = find_damage(partial, manifest, manifest.files, contents=False)
     if damage:
-        raise ValueError(f"save to {folder}: {damage}; probable cause: a full or failing disk")
+        raise damage
     for path in partial.iterdir():
         fsync_path(path)
     fsync_path(partial)
@@ -193,20 +199,19 @@ def commit_folder(partial: Path, folder: Path, manifest: CheckpointManifest) -> 
 
 def find_damage(
     folder: Path, manifest: CheckpointManifest, names: Iterable[str], *, contents: bool
-) -> str | None:
-    """Describe the first of the named files that differs from the manifest, if any.
+) -> InputError | None:
+    """Return an error about the first of the named files that differs from the manifest, if any.
 
     Without `contents`, only existence and size are checked, not the digest.
     """
+    cause = "a damaged copy, or a full or failing disk"
     for name in names:
         path, expected = folder / name, manifest.files[name]
-        if not path.is_file():
-            return f"{path} is missing"
-        size = path.stat().st_size
+        size = path.stat().st_size if path.is_file() else None
         if size != expected.num_bytes:
-            return f"{path} has {size} bytes, expected {expected.num_bytes}"
-        if contents and FileRecord.from_file(path) != expected:
-            return f"{path} has other contents than were written"
+            return InputError(f"bytes of {path}", size, str(expected.num_bytes), cause)
+        if contents and (found := FileRecord.from_file(path)) != expected:
+            return InputError(f"SHA-256 of {path}", found.sha256, expected.sha256, cause)
     return None
 
 
@@ -242,7 +247,7 @@ def prune_checkpoints(run_folder: Path, keep: int) -> list[Path]:
     No save may be running in the folder. Returns the removed folders.
     """
     if keep < 1:
-        raise ValueError(f"keep={keep}: expected at least 1; the newest checkpoint is always kept")
+        raise InputError("keep", keep, "at least 1: the newest checkpoint is always kept")
     old = [folder for folder, _ in list_checkpoints(run_folder)[:-keep]]
     for folder in old:
         # Without its manifest the folder is no checkpoint, even if the removal is interrupted.
@@ -264,6 +269,4 @@ def to_json_dict(value: Mapping[str, Any], what: str) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(value, allow_nan=True)))
     except TypeError as error:
-        raise ValueError(f"{what}: expected plain numbers, strings, lists and maps: {error}") from (
-            error
-        )
+        raise InputError(what, error, "plain numbers, strings, lists and maps") from error

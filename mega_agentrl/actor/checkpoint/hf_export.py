@@ -122,7 +122,7 @@ def convert_checkpoint_to_hf(
     manifest.require_shape(checkpoint, shape, str(model))
     damage = find_damage(checkpoint, manifest, manifest.files, contents=True)
     if damage:
-        raise ValueError(f"checkpoint {checkpoint}: {damage}; probable cause: a damaged copy")
+        raise damage
     train_dtype = getattr(torch, manifest.dtype)
     dtype = dtype or train_dtype
     exports_masters = has_master_weights(train_dtype) and dtype == torch.float32

@@ -18,6 +18,7 @@ from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
 from mega_agentrl.actor.checkpoint.sharded_state import WEIGHT, state_key
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.lora_layout import lora_shapes
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -48,9 +49,8 @@ def convert_checkpoint_to_peft(checkpoint: Path, model: Path, target: Path) -> N
     manifest.require_shape(checkpoint, shape, str(model))
     lora = manifest.lora
     if lora is None:
-        raise ValueError(
-            f"checkpoint {checkpoint}: got all weights, expected adapters; probable cause: a run "
-            "with model.lora.rank=0"
+        raise InputError(
+            f"contents of {checkpoint}", "all weights", "adapters", "a run with model.lora.rank=0"
         )
     shapes = lora_shapes(hf_shapes(shape), lora["rank"], lora["targets"])
     dtype = getattr(torch, manifest.dtype)
@@ -122,8 +122,10 @@ def read_peft_folder(
             view = file.get_slice(name) if name in names else None
             got = None if view is None else tuple(view.get_shape())
             if view is None or got != shapes[block.hf_name]:
-                raise ValueError(
-                    f"{path}: {name} has shape {got}, expected {shapes[block.hf_name]}; probable "
-                    "cause: adapters of another model"
+                raise InputError(
+                    f"shape of {name} in {path}",
+                    got,
+                    str(shapes[block.hf_name]),
+                    "adapters of another model",
                 )
             parameters[shard.name].detach().copy_(view[block.hf_rect.slices])

@@ -32,6 +32,8 @@ from mega_agentrl.actor.checkpoint import checkpoint_dir, sharded_state
 from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
@@ -92,10 +94,12 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     manifest.require_shape(folder, model.shape, "model.path")
     manifest.require_lora(folder, model.lora)
     if manifest.freeze_vision and not model.config.model.freeze_vision:
-        raise ValueError(
-            f"model.freeze_vision=false: expected true to resume checkpoint {folder}, which has no "
-            "optimizer state of the vision tower; probable cause: another configuration of the run "
-            "(start a new one from its exported weights to train the tower)"
+        raise ConfigError(
+            "model.freeze_vision",
+            False,
+            f"true to resume checkpoint {folder}, which has no optimizer state of the vision tower",
+            "another configuration of the run (start a new one from its exported weights to train "
+            "the tower)",
         )
     with track_activity("check of the checkpoint", model.groups.describe_peers("all")):
         _check_files_on_all_ranks(folder, manifest)
@@ -120,11 +124,10 @@ def _check_files_on_all_ranks(folder: Path, manifest: CheckpointManifest) -> Non
     rank, size = dist.get_rank(), dist.get_world_size()
     names = sorted(manifest.files)[rank::size]
     own_damage = checkpoint_dir.find_damage(folder, manifest, names, contents=True)
-    damages: list[str | None] = [None] * size
+    damages: list[InputError | None] = [None] * size
     dist.all_gather_object(damages, own_damage)
-    damage = next((message for message in damages if message), None)
-    if damage:
-        raise ValueError(f"checkpoint {folder}: {damage}; probable cause: a damaged copy or disk")
+    for damage in filter(None, damages):
+        raise damage
 
 
 def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointManifest:
@@ -192,7 +195,7 @@ class _SaveJob:
         try:
             folder = self._write_checkpoint()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
-            self._barrier.fail(repr(error))
+            self._barrier.fail(f"{type(error).__name__}: {error}")
             failure = RuntimeError(self._barrier.error)
             failure.__cause__ = error
             self._release()

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,9 +127,11 @@ def _check_byte_ranges(folder: Path, files: dict[str, FileRecord]) -> None:
     for index, info in FileSystemReader(folder).read_metadata().storage_data.items():
         size, end = files[info.relative_path].num_bytes, info.offset + info.length
         if end > size:
-            raise ValueError(
-                f"{folder / info.relative_path}: {index.fqn} ends at byte {end}, expected at most "
-                f"{size}; probable cause: a full or failing disk"
+            raise InputError(
+                f"last byte of {index.fqn} in {folder / info.relative_path}",
+                end,
+                f"at most {size}",
+                "a full or failing disk",
             )
 
 

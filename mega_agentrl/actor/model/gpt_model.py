@@ -39,6 +39,7 @@ from mega_agentrl.actor.model.route_replay import install_replay
 from mega_agentrl.actor.model.vision_tower import build_vision_tower, encode_images
 from mega_agentrl.actor.vocab.vocab_parallel import VocabKernel, VocabShard
 from mega_agentrl.config.enums import Recompute, TreeAttention
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.lora_layout import is_lora_param
 from mega_agentrl.reshard.mapping.model_mapping import (
     MEGATRON_OUTPUT_LAYER,
@@ -267,10 +268,11 @@ def _moe_options(moe: MoeShape | None) -> dict[str, Any]:
     if moe is None:
         return {}
     if moe.top_k == 1 and moe.norm_topk_prob:
-        raise ValueError(
-            "num_experts_per_tok=1 with norm_topk_prob=true: expected several experts per token "
-            "or norm_topk_prob=false; the router would get no gradient; probable cause: an "
-            "edited config.json"
+        raise InputError(
+            "num_experts_per_tok",
+            1,
+            "several, or norm_topk_prob=false: the router would get no gradient",
+            "an edited config.json",
         )
     return {
         "num_moe_experts": moe.num_experts,

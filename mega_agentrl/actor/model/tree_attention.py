@@ -34,6 +34,7 @@ from mega_agentrl.actor.model.tree_attention_kernels import (
     key_value_gradient_kernel,
     query_gradient_kernel,
 )
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from mega_agentrl.actor.model.attention_plan import BlockLists, BlockSparseAttentionPlan
@@ -166,11 +167,12 @@ def _check_shapes(
         or num_heads % num_kv_heads
         or (num_queries, num_keys) != (plan.num_queries, plan.num_keys)
     ):
-        raise ValueError(
-            f"tree_attention: query {tuple(query_SHD.shape)}, key {tuple(key_WHD.shape)} and value "
-            f"{tuple(value_WHD.shape)}; expected [{plan.num_queries}, H, D] and "
-            f"[{plan.num_keys}, Hkv, D] with H a multiple of Hkv; probable cause: the trees of "
-            "another micro-batch"
+        raise InputError(
+            "shapes of query, key and value",
+            [tuple(part.shape) for part in (query_SHD, key_WHD, value_WHD)],
+            f"[{plan.num_queries}, H, D] and twice [{plan.num_keys}, Hkv, D] with H a multiple of "
+            "Hkv",
+            "the trees of another micro-batch",
         )
 
 

@@ -27,6 +27,8 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from mega_agentrl.actor import device
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.types.activity import track_activity
 
@@ -88,19 +90,22 @@ class RankCoordinates:
                 ranks of a stage.
         """
         if not 0 <= rank < parallel.world_size:
-            raise ValueError(
-                f"rank={rank}: expected 0..{parallel.world_size - 1} from "
+            raise InputError(
+                "rank",
+                rank,
+                f"0..{parallel.world_size - 1} from "
                 f"parallel.tensor={parallel.tensor}, parallel.context={parallel.context}, "
-                f"parallel.data={parallel.data}, parallel.pipeline={parallel.pipeline}"
+                f"parallel.data={parallel.data}, parallel.pipeline={parallel.pipeline}",
             )
         stage_ranks = parallel.tensor * parallel.context * parallel.data
         num_expert_ranks = parallel.expert * parallel.expert_tensor_size
         if stage_ranks % num_expert_ranks:
-            raise ValueError(
-                f"parallel.expert={parallel.expert} * parallel.expert_tensor="
-                f"{parallel.expert_tensor_size}: expected a divisor of {stage_ranks} = "
-                "parallel.tensor * parallel.context * parallel.data; probable cause: experts "
-                "counted as a further factor of the number of ranks"
+            raise ConfigError(
+                "parallel.expert",
+                parallel.expert,
+                f"a value whose product with parallel.expert_tensor={parallel.expert_tensor_size} "
+                f"divides {stage_ranks} = parallel.tensor * parallel.context * parallel.data",
+                "experts counted as a further factor of the number of ranks",
             )
         rank_in_stage = rank % stage_ranks
         return cls(
@@ -189,10 +194,8 @@ def init_process_groups(
         ValueError: If `world_size` is not that of the layout.
     """
     if world_size != parallel.world_size:
-        raise ValueError(
-            f"world_size={world_size}: expected {parallel.world_size} = parallel.tensor * "
-            "parallel.context * parallel.data * parallel.pipeline"
-        )
+        sizes = "parallel.tensor * parallel.context * parallel.data * parallel.pipeline"
+        raise InputError("world_size", world_size, f"{parallel.world_size} = {sizes}")
     coordinates = RankCoordinates.from_rank(rank, parallel)
     with track_activity("creation of the process groups", f"all {format_ranks(range(world_size))}"):
         dist.init_process_group(

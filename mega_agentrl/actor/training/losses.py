@@ -32,6 +32,7 @@ from mega_agentrl.config.algorithm_traits import LOSSES, LossTraits
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.ranges import Range
 from mega_agentrl.config.user_code import load_user_object
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.algo import AlgoConfig
@@ -72,10 +73,8 @@ class RegisteredLoss:
         loss_BT, info = self.function(logp_BT, old_logp_BT, advantage, mask_BT, **options)
         check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
         if set(info) != set(self.traits.metrics):
-            raise ValueError(
-                f"metrics: got {', '.join(info)}, expected {', '.join(self.traits.metrics)}, with "
-                "which the loss is registered"
-            )
+            expected = f"{list(self.traits.metrics)}, with which the loss is registered"
+            raise InputError("metrics", list(info), expected)
         return loss_BT, info
 
 

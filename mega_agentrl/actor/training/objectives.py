@@ -22,6 +22,7 @@ from mega_agentrl.actor.training.losses import find_loss
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.policy_loss import aggregate
 from mega_agentrl.config.enums import KlPlacement
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,9 +135,10 @@ def require_targets(targets: PackedTargets, names: Sequence[str], what: str, sou
     """
     missing = [f"{name}_BT" for name in names if getattr(targets, f"{name}_M") is None]
     if missing:
-        raise ValueError(
-            f"{what}: the batch has no {', '.join(missing)}; expected {source} and the computation "
-            "of the advantages before the update"
+        raise InputError(
+            f"{what}: fields that the batch lacks",
+            missing,
+            f"none after {source} and the computation of the advantages",
         )
 
 

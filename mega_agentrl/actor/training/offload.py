@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mega_agentrl.actor import device
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Set
@@ -41,10 +42,11 @@ def require_on_device(what: str, needed: Set[str], on_host: Set[str]) -> None:
     """
     missing = sorted(needed & on_host)
     if missing:
-        raise ValueError(
-            f"{what}: got {', '.join(missing)} in host memory; expected "
-            f"{', '.join(sorted(needed))} on the device; probable cause: no "
-            "Offloader.to_device() before it"
+        raise InputError(
+            f"{what}: parts in host memory",
+            missing,
+            f"none of {sorted(needed)}",
+            "no Offloader.to_device() before it",
         )
 
 

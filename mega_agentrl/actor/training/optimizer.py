@@ -37,6 +37,7 @@ from torch.nn.utils import get_total_norm
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,9 +75,11 @@ class AdamOptimizer:
     ) -> None:
         expected = chunks[0].ddp_config.use_distributed_optimizer
         if distributed != expected:
-            raise ValueError(
-                f"distributed={distributed}: expected {expected}, as the chunks were wrapped; "
-                "probable cause: parallel.distributed_optimizer was read in one place only"
+            raise InputError(
+                "distributed",
+                distributed,
+                f"{expected}, as the chunks were wrapped",
+                "parallel.distributed_optimizer was read in one place only",
             )
         self.num_steps = 0
         """Steps taken, without the skipped ones."""

@@ -44,6 +44,7 @@ from mega_agentrl.actor.model.attention_plan import Branch
 from mega_agentrl.actor.model.route_replay import RouteLog
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, tree_length_multiple
 from mega_agentrl.batch.tree_order import shared_between
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.types.routes import token_keys, unrouted
 from mega_agentrl.vision.positions import rotary_positions
@@ -248,19 +249,21 @@ def _check_places(
     for index, tokens_S, placed in zip(indices, sequences, images_R, strict=True):
         for part in placed:
             if not has_images:
-                raise ValueError(
-                    f"row {index}: got image {part.image.image_id}, expected none for a text "
-                    "model; probable cause: data with images in a run without a vision-language "
-                    "model"
+                raise InputError(
+                    f"image of row {index}",
+                    part.image.image_id,
+                    "none for a text model",
+                    "data with images in a run without a vision-language model",
                 )
             found = set(tokens_S[part.start : part.stop].tolist())
             ids |= found
             if len(ids) != 1 or part.stop > len(tokens_S):
-                raise ValueError(
-                    f"row {index}: image {part.image.image_id} is placed at the tokens "
-                    f"{part.start}..{part.stop - 1} of {len(tokens_S)}, with the ids "
-                    f"{sorted(found)}; expected placeholders, which have the same id in all rows; "
-                    "probable cause: a start that counts the tokens of another sequence"
+                raise InputError(
+                    f"row {index}: ids at the tokens {part.start}..{part.stop - 1} of "
+                    f"{len(tokens_S)}, the place of image {part.image.image_id}",
+                    sorted(found),
+                    "placeholders, which have the same id in all rows",
+                    "a start that counts the tokens of another sequence",
                 )
 
 

@@ -41,6 +41,8 @@ from mega_agentrl.actor.vocab.partial_softmax import (
     merge_stats,
 )
 from mega_agentrl.actor.vocab.tiling import compute_dtype, default_scratch_bytes, split_range
+from mega_agentrl.config.errors import check_range
+from mega_agentrl.errors import InputError
 from mega_agentrl.numerics import elementary
 from mega_agentrl.numerics.exact_sums import FixedPointRows
 
@@ -185,26 +187,17 @@ def _check_inputs(
     shard: VocabShard,
 ) -> None:
     if hidden_ND.ndim != 2 or weight_VD.ndim != 2 or hidden_ND.size(1) != weight_VD.size(1):
-        raise ValueError(
-            f"logp_and_entropy: hidden {tuple(hidden_ND.shape)} and weight "
-            f"{tuple(weight_VD.shape)}; expected [N, D] and [V, D]"
-        )
+        shapes = f"{tuple(hidden_ND.shape)} and {tuple(weight_VD.shape)}"
+        raise InputError("shapes of hidden and weight", shapes, "[N, D] and [V, D]")
     if hidden_ND.dtype != weight_VD.dtype or not hidden_ND.is_floating_point():
-        raise ValueError(
-            f"logp_and_entropy: hidden {hidden_ND.dtype} and weight {weight_VD.dtype}; "
-            "expected one floating-point type"
-        )
+        dtypes = f"{hidden_ND.dtype} and {weight_VD.dtype}"
+        raise InputError("dtypes of hidden and weight", dtypes, "one floating-point type")
     if target_N.shape != hidden_ND.shape[:1]:
-        raise ValueError(
-            f"logp_and_entropy: target {tuple(target_N.shape)}, expected [{hidden_ND.size(0)}]"
-        )
+        raise InputError("shape of target", tuple(target_N.shape), f"[{hidden_ND.size(0)}]")
     if not 0 <= shard.num_valid_rows <= len(weight_VD):
-        raise ValueError(
-            f"logp_and_entropy: num_valid_rows={shard.num_valid_rows}, expected 0 to "
-            f"{len(weight_VD)}, the rows of weight"
-        )
-    if temperature <= 0:
-        raise ValueError(f"rollout.temperature={temperature}: expected above 0")
+        expected = f"0 to {len(weight_VD)}, the rows of weight"
+        raise InputError("num_valid_rows", shard.num_valid_rows, expected)
+    check_range(temperature > 0, "rollout.temperature", temperature, "above 0")
 
 
 def _check_targets_found(
@@ -214,10 +207,11 @@ def _check_targets_found(
     missing_N = stats_4N[TARGET].isneginf() & finite_N & valid_N
     if missing_N.any():
         token = int(missing_N.nonzero()[0])
-        raise ValueError(
-            f"logp_and_entropy: target {int(target_N[token])} of token {token} is in no rank's "
-            f"rows; expected an id within the vocabulary, or {IGNORED_TARGET} to ignore the "
-            "token; probable cause: the tokenizer of another model"
+        raise InputError(
+            f"target of token {token}",
+            int(target_N[token]),
+            f"an id within the vocabulary, or {IGNORED_TARGET} to ignore the token",
+            "the tokenizer of another model",
         )
 
 

@@ -200,12 +200,12 @@ def _critic_checkpoint_dir(folder: Path) -> Path:
     return folder.parent.parent / CRITIC_DIR / folder.name
 
 
-def _find_damage(folder: Path) -> str | None:
+def _find_damage(folder: Path) -> ValueError | None:
     """Return what is wrong with a checkpoint's contents; None if nothing is."""
     try:
         manifest = checkpoint_folder.CheckpointManifest.read(folder)
     except ValueError as error:
-        return str(error)
+        return error
     return checkpoint_folder.find_damage(folder, manifest, manifest.files, contents=True)
 
 

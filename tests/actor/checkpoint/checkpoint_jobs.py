@@ -93,11 +93,11 @@ def die_in_save(policy, folder, dead_rank, token):
 
 
 def refused(policy, function, *arguments):
-    """Return the message of the ValueError or RuntimeError of a job."""
+    """Return the ValueError or RuntimeError of a job."""
     try:
         globals()[function](policy, *arguments)
     except (ValueError, RuntimeError) as error:
-        return str(error)
+        return error
     return None
 
 

@@ -16,6 +16,7 @@ from mega_agentrl.actor.checkpoint.hf_export import (
 )
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.sections.policy import ParallelConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import HF_EMBEDDING, hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.actor.checkpoint.checkpoint_jobs import call_all
@@ -197,8 +198,10 @@ def test_many_small_files_hold_the_same_as_one(saved, tmp_path):
 def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     model, checkpoint, _ = saved
     other = make_tiny_model("qwen3", tmp_path / "other", tied=False)
-    with pytest.raises(ValueError, match="another model's folder"):
+    with pytest.raises(InputError) as caught:
         convert_checkpoint_to_hf(checkpoint, other, tmp_path / "hf")
-    with pytest.raises(ValueError, match=r"expected manifest\.json"):
+    assert caught.value.got == {"tie_word_embeddings": True}
+    with pytest.raises(InputError) as caught:
         convert_checkpoint_to_hf(model, model, tmp_path / "hf")
+    assert caught.value.name == str(model / "manifest.json")
     assert not (tmp_path / "hf").exists()

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
+from mega_agentrl.errors import InputError
 
 
 def piece(key, value, full, offset):
@@ -81,5 +82,6 @@ def test_a_file_that_is_too_short_is_an_error(write):
     record = found.files["__0_0.distcp"]
     object.__setattr__(record, "num_bytes", record.num_bytes - 1)
     report.write_bytes(pickle.dumps(found))
-    with pytest.raises(ValueError, match="a ends at byte"):
+    with pytest.raises(InputError) as caught:
         finalize_checkpoint(folder, 1, {"a": (4, 5)})
+    assert caught.value.expected == f"at most {record.num_bytes}"

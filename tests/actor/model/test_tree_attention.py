@@ -25,6 +25,7 @@ from mega_agentrl.actor.model.attention_plan import (
 from mega_agentrl.actor.model.packed_attention import packed_attention, resolve_tree_attention
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
 from mega_agentrl.config.enums import TreeAttention
+from mega_agentrl.errors import InputError
 from tests.actor.circles import mark_extended
 from tests.config.refusals import refused_setting
 from tests.rank_shards import pack_rows
@@ -195,8 +196,9 @@ def test_keys_of_another_micro_batch_are_refused():
     from mega_agentrl.actor.model.tree_attention import tree_attention
 
     part = torch.zeros(4, 2, 64)
-    with pytest.raises(ValueError, match=r"expected \[5, H, D\]"):
+    with pytest.raises(InputError) as caught:
         tree_attention(part, part, part, tree_params((0, 5)))
+    assert caught.value.got == [(4, 2, 64)] * 3
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from mega_agentrl.actor.training.objectives import (
 from mega_agentrl.config.algorithm_traits import LOSSES, LossTraits
 from mega_agentrl.config.enums import KlPlacement, LossAggregation
 from mega_agentrl.config.sections.algo import AlgoConfig
+from mega_agentrl.errors import InputError
 from tests.actor.training.objective_jobs import gradients
 from tests.actor.training.whole_objective import loss_in_one_piece, objective, with_corrections
 from tests.parallel.merge import assemble, relative_errors
@@ -95,10 +96,12 @@ def test_sft_loss_is_the_mean_negative_log_prob(batch):
 
 def test_fields_that_a_batch_lacks_are_named(batch):
     bare = dataclasses.replace(batch, old_logp_BT=None, ref_logp_BT=None)
-    with pytest.raises(ValueError, match="no old_logp_BT;"):
+    with pytest.raises(InputError) as caught:
         policy_objective(AlgoConfig(), bare)
-    with pytest.raises(ValueError, match="no old_logp_BT, ref_logp_BT;"):
+    assert caught.value.got == ["old_logp_BT"]
+    with pytest.raises(InputError) as caught:
         policy_objective(AlgoConfig(), bare, torch.ones(batch.mask_BT.shape))
+    assert caught.value.got == ["old_logp_BT", "ref_logp_BT"]
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -132,7 +135,7 @@ def test_splits_have_the_gradient_of_the_objective_in_one_piece(loss, corrected,
 def test_a_ratio_over_a_divided_row_is_a_bug(loss, batch):
     piece = policy_objective(objective(loss), batch)
     micro = pack_rows(batch, [0], batch.mask_BT, CPU, context_rank=0, context_size=2)
-    with pytest.raises(AssertionError, match="check_algo"):
+    with pytest.raises(AssertionError):
         piece(micro, batch.old_logp_BT[:1], batch.old_logp_BT[:1])
 
 

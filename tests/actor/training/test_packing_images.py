@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from tests.rank_shards import pack_rows
 from tests.train_batches import batch_of_rows
@@ -141,16 +142,18 @@ def test_images_at_other_tokens_than_placeholders_are_refused():
     batch = by_hand()
     for start in (0, 7):
         images = (placed((SQUARE, 1), (STRIPE, start)), ())
-        with pytest.raises(ValueError, match="image stripe is placed at"):
+        with pytest.raises(InputError) as caught:
             pack_rows(
                 batch.with_fields(images_B=images), [0, 1], batch.mask_BT, CPU, has_images=True
             )
+        assert f"tokens {start}.." in caught.value.name and "image stripe" in caught.value.name
 
 
 def test_images_for_a_text_model_are_refused():
     batch = by_hand()
-    with pytest.raises(ValueError, match="row 0: got image square, expected none for a text"):
+    with pytest.raises(InputError) as caught:
         pack_rows(batch, [0, 1], batch.mask_BT, CPU)
+    assert (caught.value.name, caught.value.got) == ("image of row 0", "square")
 
 
 def test_the_pixels_are_those_of_the_batch(vision_batch):

@@ -17,6 +17,7 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
     _select_kernel,
     logp_and_entropy,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.runtime.free_port import free_port
 from tests.actor.circles import mark_extended
 from tests.actor.vocab.vocab_rank import RANK_CHECKS, run_checks
@@ -81,17 +82,21 @@ def test_gradients_of_both_outputs_in_float64(scratch_bytes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "name", "got"),
     [
-        ({"weight_VD": torch.zeros(3, 5)}, r"weight \(3, 5\)"),
-        ({"target_N": torch.zeros(1).long()}, r"target \(1,\)"),
-        ({"temperature": 0}, "rollout.temperature=0"),
-        ({"shard": whole(4)}, "num_valid_rows=4"),
-        ({"hidden_ND": torch.zeros(2, 4).bfloat16()}, "torch.bfloat16 and weight torch.float32"),
+        ({"weight_VD": torch.zeros(3, 5)}, "shapes of hidden and weight", "(2, 4) and (3, 5)"),
+        ({"target_N": torch.zeros(1).long()}, "shape of target", (1,)),
+        ({"temperature": 0}, "rollout.temperature", 0),
+        ({"shard": whole(4)}, "num_valid_rows", 4),
+        (
+            {"hidden_ND": torch.zeros(2, 4).bfloat16()},
+            "dtypes of hidden and weight",
+            "torch.bfloat16 and torch.float32",
+        ),
     ],
     ids=["weight", "target", "temperature", "rows", "dtype"],
 )
-def test_wrong_shapes_and_temperature_are_named(changes, message):
+def test_wrong_shapes_and_temperature_are_named(changes, name, got):
     arguments = {
         "hidden_ND": torch.zeros(2, 4),
         "weight_VD": torch.zeros(3, 4),
@@ -99,15 +104,17 @@ def test_wrong_shapes_and_temperature_are_named(changes, message):
         "temperature": 1.0,
         "shard": whole(3),
     }
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError) as caught:
         logp_and_entropy(**(arguments | changes))
+    assert (caught.value.name, caught.value.got) == (name, got)
 
 
 @pytest.mark.parametrize("wrong", [3, 99, -1])
 def test_a_target_outside_the_vocabulary_is_named(wrong):
     target = torch.tensor([IGNORED_TARGET, wrong])
-    with pytest.raises(ValueError, match=f"target {wrong} of token 1"):
+    with pytest.raises(InputError) as caught:
         logp_and_entropy(torch.zeros(2, 4), torch.zeros(5, 4), target, 1.0, whole(3))
+    assert (caught.value.name, caught.value.got) == ("target of token 1", wrong)
 
 
 @pytest.mark.parametrize("frozen", ["hidden_ND", "weight_VD"])
