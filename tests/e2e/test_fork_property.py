@@ -11,8 +11,8 @@ import asyncio
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -46,16 +46,25 @@ _math = sys.modules['numpy'].random.get_state()[1].sum() if 'np' in globals() el
 print(_state, sorted(_files.items()), sorted(os.listdir('.')), _draws, _math, os.getcwd() != '/')
 """
 REFERENCE = """
-import contextlib, io, json, sys, types
-module = types.ModuleType('__main__')
-sys.modules['__main__'] = module
-answers = []
-for code in json.loads(sys.stdin.read()):
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile(code, '<string>', 'exec'), module.__dict__)
-    answers.append(out.getvalue().strip())
-sys.__stdout__.write(json.dumps(answers))
+import contextlib, io, json, os, sys, types
+folders_and_codes = json.load(sys.stdin)
+if any("numpy" in code for _, codes in folders_and_codes for code in codes):
+    import numpy  # once; the chunks that use it import it themselves
+for folder, codes in folders_and_codes:
+    if os.fork():
+        assert os.wait()[1] == 0
+        continue
+    os.chdir(folder)
+    module = types.ModuleType('__main__')
+    sys.modules['__main__'] = module
+    answers = []
+    for code in codes:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(code, '<string>', 'exec'), module.__dict__)
+        answers.append(out.getvalue().strip())
+    print(json.dumps(answers), flush=True)
+    os._exit(0)
 """
 
 
@@ -157,19 +166,20 @@ async def run_tree(session, node, past, found):
     await session.close()
 
 
-def separate_run(folder, codes):
-    """Answers of a plain interpreter that runs `codes` one after the other."""
-    folder.mkdir()
+def separate_runs(folder, runs):
+    """Answers of plain interpreters, of which each runs its codes one after the other."""
+    folders_and_codes = [(str(folder / str(number)), codes) for number, codes in enumerate(runs)]
+    for own, _ in folders_and_codes:
+        Path(own).mkdir()
     done = subprocess.run(
         [sys.executable, "-c", REFERENCE],
-        input=json.dumps(codes),
+        input=json.dumps(folders_and_codes),
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
-        cwd=folder,
     )
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 async def check(pool, node, folder):
@@ -177,24 +187,20 @@ async def check(pool, node, folder):
     found = []
     assert (await session.run(PRELUDE)).status.value == "ok"
     await run_tree(session, node, [], found)
-    with ThreadPoolExecutor(2) as threads:
-        jobs = [
-            threads.submit(separate_run, folder / str(number), [PRELUDE, *way])
-            for number, (way, _) in enumerate(found)
-        ]
-        expected = [job.result() for job in jobs]
+    expected = separate_runs(folder, [[PRELUDE, *way] for way, _ in found])
     for (way, answers), whole in zip(found, expected, strict=True):
         # Only the node's own chunks were answered by its session.
         assert answers == whole[-len(answers) :], "\n---\n".join(way)
 
 
-@settings(
-    max_examples=15,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(node=nodes())
-def test_forks_are_separate_runs(pool, tmp_path_factory, node):
-    asyncio.run(check(pool, node, tmp_path_factory.mktemp("separate")))
+@pytest.mark.parametrize("num_trees", [6, pytest.param(20, marks=pytest.mark.extended)])
+def test_forks_are_separate_runs(num_trees, pool, tmp_path_factory):
+    @settings(max_examples=num_trees, suppress_health_check=[HealthCheck.too_slow])
+    @given(node=nodes())
+    def check_tree(node):
+        asyncio.run(check(pool, node, tmp_path_factory.mktemp("separate")))
+
+    check_tree()
 
 
 async def test_a_fork_continues_the_generators_of_its_parent(pool):

@@ -35,6 +35,8 @@ from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault
 from tests.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.extended
+
 NUM_VERSIONS = {"wide": 3, "pair": 10}
 VOCAB = 61
 PROMPT = tuple((7 * n) % 50 + 5 for n in range(40))
@@ -146,7 +148,7 @@ def check_serves(engine, folder, name):
 
 def check_refuses(engine, name):
     with pytest.raises(RuntimeError, match="refuses to generate") as refusal:
-        engine.begin("generate", request(name)).result(60.0)
+        engine.call("generate", request(name))
     return str(refusal.value)
 
 
