@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from hypothesis import settings
 from hypothesis.vendor.pretty import for_type_by_name
 
 from mega_agentrl.types.records import RolloutTree, Trajectory
-from tests import cpu_time
+from tests import cpu_time, selection
 
 # How long an example takes says more about the machine than about the code. The quick profile tries
 # the same examples on every machine; `--hypothesis-profile=thorough` looks for new ones.
@@ -28,10 +27,6 @@ settings.load_profile("quick")
 gc.disable()
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_TESTS_TOGETHER = 50
-"""Number of slow tests from which on `--part` may cut a file."""
-SHARED_FIXTURES = ("rank_pool", "ray_local", "engine")
-"""Fixtures that take long to make: all tests that need one run in the same process."""
 
 
 def print_tree(tree, printer, cycle):
@@ -81,28 +76,22 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Measure CPU seconds: in the workers where there are some, else here; report them here."""
-    is_worker = hasattr(config, "workerinput")
-    if is_worker or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(cpu_time.CpuMeter())
-    if not is_worker:
-        config.pluginmanager.register(cpu_time.CpuReport(config.getoption("cpu_budget_s")))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Say which tests run in the same process; once markers have chosen, keep one part."""
-    if config.getoption("loadgroup", False):
-        # A group starts as a whole: the long ones come first, so that none is left for the end.
-        items.sort(key=lambda item: group_of(item) not in SHARED_FIXTURES)
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    result = yield
+    plugins, worker = config.pluginmanager, getattr(config, "workerinput", None)
+    if worker is not None or not config.getoption("numprocesses", None):
+        plugins.register(cpu_time.CpuMeter())
+    if worker is None:
+        plugins.register(cpu_time.CpuReport(config.getoption("cpu_budget_s")))
+    elif "lane" in worker:
+        plugins.register(selection.Lane(worker["lane"], worker["workercount"]))
     if part := config.getoption("part"):
-        number, num_parts = map(int, part.split("/"))
-        kept = choose_part(items, number, num_parts)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = [item for item in items if item in kept]
-    return result
+        plugins.register(selection.Part(part))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """With `--dist each` each worker runs a lane of its own."""
+    if node.config.getoption("dist") == "each":
+        node.workerinput["lane"] = int(node.gateway.id.removeprefix("gw"))
 
 
 def pytest_collection_finish():
@@ -111,48 +100,11 @@ def pytest_collection_finish():
     gc.enable()
 
 
-def group_of(item):
-    """Return the shared fixture that the test needs, or else its file."""
-    used = [name for name in SHARED_FIXTURES if name in item.fixturenames]
-    return used[0] if used else item.location[0]
-
-
-def choose_part(items, number, num_parts):
-    """Return the tests of part `number` of `num_parts`.
-
-    Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
-    test takes, those without a number a second. Tests that share a fixture stay together: those of
-    a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
-    """
-    num_by_file = Counter(item.path for item in items)
-    groups = {}
-    for item in items:
-        parameters = getattr(item, "callspec", None)
-        is_large = num_by_file[item.path] > MAX_TESTS_TOGETHER or item.get_closest_marker("tools")
-        is_split = is_large and parameters
-        groups.setdefault((item.path, parameters.id if is_split else ""), []).append(item)
-    load_s, kept = [0] * num_parts, set()
-    for group in sorted(groups.values(), key=_duration_s, reverse=True):
-        shortest = load_s.index(min(load_s))
-        load_s[shortest] += _duration_s(group)
-        if shortest == number % num_parts:
-            kept.update(group)
-    return kept
-
-
-def _duration_s(items):
-    markers = [
-        item.get_closest_marker("slow") or item.get_closest_marker("tools") for item in items
-    ]
-    return sum(marker.args[0] if marker and marker.args else 1 for marker in markers)
-
-
 def pytest_make_parametrize_id(config, val, argname):
     """Name a test after its parameters only where they are short words or whole numbers.
 
     Anything else (bytes, floats, paths, error texts) is called by the name of the argument, with a
-    number where that is not unique: ids must be equal in all processes and on all machines, which
-    `tools/check_collection.py` checks. None: pytest's own choice.
+    number where that is not unique, so that ids are equal on all machines. None: pytest's choice.
     """
     is_word = isinstance(val, str) and re.fullmatch(r"[\w .,:=+-]{1,30}", val, re.ASCII)
     if val is None or is_word or isinstance(val, (bool, int, type)) or hasattr(val, "__name__"):

@@ -1,0 +1,95 @@
+"""Which tests a process runs: the lanes of a parallel run, and the parts of a long one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+MAX_TESTS_TOGETHER = 50
+"""Number of slow tests from which on a part may cut a file."""
+
+UNITS_S = {
+    ("actor", "parallel", "estimate", "gpu", "reshard"): 200,  # rank processes; Megatron
+    ("generator", "runtime", "e2e"): 200,  # Ray; engines
+    ("escape", "sandbox", "rollout_limits"): 60,
+    ("rollout",): 40,
+    ("config", "docs", "examples", "tools", ""): 40,
+    ("data",): 20,
+    ("reward", "tool"): 20,
+    ("train",): 20,
+    ("report",): 10,
+    ("algo", "batch", "numerics", "types", "vision"): 10,
+}
+"""Folders whose tests share processes or slow imports, with their rough CPU seconds."""
+
+
+def assign_lanes(num_lanes: int) -> dict[str, int]:
+    """Return the lane of each folder below `tests` ("" for the files beside the folders)."""
+    load_s, lanes = [0] * num_lanes, {}
+    for folders, seconds in sorted(UNITS_S.items(), key=lambda unit: -unit[1]):
+        lane = load_s.index(min(load_s))
+        load_s[lane] += seconds
+        lanes |= dict.fromkeys(folders, lane)
+    return lanes
+
+
+class Lane:
+    """Collects the folders of one lane only, so that a lane imports just what its tests need."""
+
+    def __init__(self, lane: int, num_lanes: int) -> None:
+        self._lane = lane
+        self._lanes = assign_lanes(num_lanes)
+
+    def pytest_ignore_collect(self, collection_path):
+        """Leave out what belongs to another lane."""
+        if TESTS not in collection_path.parents:
+            return None
+        first = collection_path.relative_to(TESTS).parts[0]
+        folder = first if (TESTS / first).is_dir() else ""
+        return True if self._lanes.get(folder, 0) != self._lane else None
+
+
+class Part:
+    """Keeps part K of N of the tests that markers have chosen, counted from 0."""
+
+    def __init__(self, text: str) -> None:
+        self._number, self._num_parts = map(int, text.split("/"))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        """Leave out the other parts."""
+        kept = choose_part(items, self._number, self._num_parts)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
+def choose_part(items, number, num_parts):
+    """Return the tests of part `number` of `num_parts`.
+
+    Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
+    test takes, those without a number a second. Tests that share a fixture stay together: those of
+    a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
+    """
+    num_by_file = Counter(item.path for item in items)
+    groups = {}
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER and parameters
+        groups.setdefault((item.path, parameters.id if is_split else ""), []).append(item)
+    load_s, kept = [0] * num_parts, set()
+    for group in sorted(groups.values(), key=_duration_s, reverse=True):
+        shortest = load_s.index(min(load_s))
+        load_s[shortest] += _duration_s(group)
+        if shortest == number % num_parts:
+            kept.update(group)
+    return kept
+
+
+def _duration_s(items):
+    markers = [
+        item.get_closest_marker("slow") or item.get_closest_marker("tools") for item in items
+    ]
+    return sum(marker.args[0] if marker and marker.args else 1 for marker in markers)
