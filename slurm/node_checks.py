@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 OK, WARN, FAIL = "ok", "warn", "FAIL"
-PROGRAM_TIMEOUT_S = 20
+PROGRAM_TIMEOUT_S = 60
 MIN_FILES = 4096  # Ray opens some for each worker and connection
 GOOD_FILES = 65536
 MIN_LOCAL_GIB = 5.0  # Ray's logs and spilled objects

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 JOIN_TIMEOUT_S = 90
 CHECK_TIMEOUT_S = 300
-CONNECT_TIMEOUT_S = 5
+CONNECT_TIMEOUT_S = 15  # a busy node answers late
 TOKEN_TIMEOUT_S = 30  # shared file systems may show a new file late
 WARN_SKEW_S, MAX_SKEW_S = 1.0, 30.0
 # Columns whose values must be equal on all nodes.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 IMPORT_TIMEOUT_S = 240
 COMPILE_TIMEOUT_S = 240
 GLOO_ARRIVE_S = 200  # for slow imports on other nodes
-GLOO_MEET_S = 20
+GLOO_MEET_S = 60
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 # Packages that every node must be able to import.
 PACKAGES = ("torch", "ray", "vllm", "megatron.core", "mega_agentrl")

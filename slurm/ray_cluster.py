@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 EXIT_NODE_LOST = 69
 POLL_INTERVAL_S = 2.0
+JOIN_INTERVAL_S = 1.0
 REQUEST_TIMEOUT_S = 10.0
 HEAD_TIMEOUT_S = 60.0  # for a busy head; a dead one is noticed when its Slurm step ends
 FIRST_PORT = 20000
@@ -113,7 +114,7 @@ def wait_for_nodes(
     while missing := set(nodes) - (membership.alive_nodes() or set()):
         if time.monotonic() > deadline:
             return missing
-        time.sleep(1.0)
+        time.sleep(JOIN_INTERVAL_S)
     return set()
 
 

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
@@ -87,25 +89,29 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
         own_engine_ranks = 0 if config.cluster.colocated else engine_ranks
         num_needed = policy_ranks + own_engine_ranks + auxiliary_ranks
         if num_needed > num_gpus:
-            raise ValueError(
-                f"{layout_text}: {num_needed} GPUs needed, the cluster has {num_gpus}; "
-                "lower one of these (parallel=single makes one policy rank) or join a larger "
-                "cluster (cluster.ray_address)"
+            raise InputError(
+                "GPUs of the cluster",
+                num_gpus,
+                f"at least {num_needed} for {layout_text}; lower one of these (parallel=single "
+                "makes one policy rank) or join a larger cluster (cluster.ray_address)",
             )
         return
     num_actors = policy_ranks + config.cluster.num_engines + auxiliary_ranks
     if config.cluster.ray_address and num_actors > num_cores:
-        raise ValueError(
-            f"{layout_text}: {num_actors} actors (an engine is one) need a core each, and the "
-            f"cluster has {num_cores}; lower one of these or join a larger cluster "
-            "(cluster.ray_address)"
+        raise InputError(
+            "cores of the cluster",
+            num_cores,
+            f"one for each of {num_actors} actors (an engine is one) of {layout_text}; lower one "
+            "of these or join a larger cluster (cluster.ray_address)",
         )
     max_ranks = max(policy_ranks, engine_ranks)
     if max_ranks > MAX_RANKS_PER_CORE * num_cores:
-        raise ValueError(
-            f"{layout_text}: more ranks than {MAX_RANKS_PER_CORE} to each of the {num_cores} cores "
-            "here; expected fewer, because a run on CPUs is only a trial; probable cause: a layout "
-            "that was made for a cluster (cluster.ray_address)"
+        raise InputError(
+            "cores of this machine",
+            num_cores,
+            f"enough for {layout_text}: a run on CPUs is only a trial",
+            f"more ranks than {MAX_RANKS_PER_CORE} to each of the {num_cores} cores here: a layout "
+            "that was made for a cluster (cluster.ray_address)",
         )
     if max_ranks > num_cores:
         num_processes = policy_ranks + engine_ranks + auxiliary_ranks
@@ -128,11 +134,12 @@ def check_torch_build(num_gpus: int, cuda: str | None) -> None:
     if num_gpus and cuda is None:
         import torch
 
-        raise ValueError(
-            f"cluster.ray_address: the cluster has {num_gpus} GPUs, and torch "
-            f"{torch.__version__} is a build for CPUs; expected one with CUDA (make env "
-            "DEVICE=gpu), or a cluster without GPUs (ray start --num-gpus=0); probable cause: "
-            "an environment made on a login node"
+        raise InputError(
+            "torch",
+            f"{torch.__version__}, a build for CPUs",
+            f"one with CUDA (make env DEVICE=gpu) for the {num_gpus} GPUs of cluster.ray_address, "
+            "or a cluster without GPUs (ray start --num-gpus=0)",
+            "an environment made on a login node",
         )
 
 

@@ -28,7 +28,7 @@ _IMPORT_TIMEOUT_S = 120.0
 
 
 def check_reward_environment(config: RewardConfig) -> None:
-    """Raise `ValueError` if an environment variable that the reward needs is not set."""
+    """Raise `ConfigError` if an environment variable that the reward needs is not set."""
     for name in config.worker_env_vars:
         _require_env("worker_env_vars", name)
     if MODEL_PART in config.part_names and config.model.is_remote and config.model.api_key_env:
@@ -39,8 +39,7 @@ def check_reward_functions(config: RewardConfig) -> None:
     """Load the user's functions in a worker process, as the rubric's processes will.
 
     Raises:
-        ConfigError: A function cannot be loaded or called.
-        ValueError: An environment variable is missing.
+        ConfigError: A function cannot be loaded or called, or an environment variable is missing.
     """
     if not config.functions:
         return
@@ -72,7 +71,7 @@ def open_rubric(
             succeed; 0 turns the check off.
 
     Raises:
-        ValueError: An environment variable is missing.
+        ConfigError: An environment variable is missing.
     """
     with ExitStack() as stack:
         functions: dict[str, UserRewardFunction] = {}
@@ -107,8 +106,10 @@ def open_rubric(
 
 def _require_env(setting: str, name: str) -> str:
     if name not in os.environ:
-        raise ValueError(
-            f"reward.{setting}: the environment variable {name} is not set, expected a value; "
-            "probable cause: a mistyped name, or a run started from another shell"
+        raise ConfigError(
+            f"reward.{setting}",
+            name,
+            "an environment variable that is set",
+            "a mistyped name, or a run started from another shell",
         )
     return os.environ[name]

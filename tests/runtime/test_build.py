@@ -8,27 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from mega_agentrl.config.enums import Branching, CallProtocol
-from mega_agentrl.config.sections.policy import SftConfig
-from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime.inputs import read_inputs
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
 from mega_agentrl.tool.toolkit import ToolKit
-from mega_agentrl.types.records import ToolOutcome, ToolStatus
-
-
-@pytest.fixture
-def config(config, assets):
-    """The small run with a warm start."""
-    config.sft = SftConfig(
-        max_steps=1,
-        train_data=f"{assets}/demonstrations.parquet",
-        dev_data=f"{assets}/dev.parquet",
-    )
-    return config
 
 
 class FakeGroup:
@@ -58,10 +43,6 @@ class FakeCluster:
         return False
 
 
-def build_run(config, events=None):
-    return module.build(config, read_inputs(config), FakeCluster(events))
-
-
 def start_of(config, stack, run_dir):
     """What the parts of a start share."""
     config.run_dir = str(run_dir)
@@ -70,25 +51,37 @@ def start_of(config, stack, run_dir):
 
 
 @pytest.fixture
-def build(groups):
-    """Builds a run of a configuration over the stand-ins."""
-    return build_run
+def tool_events(monkeypatch):
+    """The starts and ends of the tools, which do not start."""
+    events = []
+
+    async def start(_):
+        events.append("tools")
+
+    monkeypatch.setattr(ToolKit, "start", start)
+    monkeypatch.setattr(ToolKit, "close_now", lambda _: events.append("close"))
+    return events
 
 
 def thread_names():
     return {thread.name for thread in threading.enumerate()}
 
 
-def test_an_async_run_has_an_event_loop_thread_that_ends_with_it(config, build):
+def test_an_async_run_has_an_event_loop_thread_that_ends_with_it(
+    config, inputs, groups, tool_events
+):
     config.rollout.max_staleness = 1
-    with build(config) as components:
+    with module.build(config, inputs, FakeCluster()) as components:
         assert "rollouts" in thread_names()
         assert components.run_coroutine(asyncio.sleep(0, "answer")) == "answer"
     assert "rollouts" not in thread_names()
+    assert tool_events == ["tools", "close"]
 
 
-def test_components_hold_the_contents_of_the_files(config, build, groups):
-    with build(config) as components:
+def test_components_hold_the_contents_of_the_files(config, warm_start, groups):
+    """The tools start here."""
+    config.sft = warm_start
+    with module.build(config, read_inputs(config), FakeCluster()) as components:
         assert (components.policy, components.generator) == (groups[0], groups[2])
         assert len(components.validation_prompts) == 30
         assert len(components.dev_prompts) == 30
@@ -96,78 +89,32 @@ def test_components_hold_the_contents_of_the_files(config, build, groups):
         prompts = components.prompt_source.next_prompts(200)
         assert len({prompt.prompt_id for prompt in prompts}) == 200
         assert set(components.tools.stop_strings) == {"</python>", "</search>"}
+        assert components.interactions.open_session(components.validation_prompts[0]) is None
     assert components.run_dir == Path(config.run_dir)
 
 
-def test_no_demonstrations_without_sft_steps(config, build):
-    config.sft.max_steps = 0
-    with build(config) as components:
-        assert components.make_demonstration_batches is None
-        assert components.dev_prompts == ()
-
-
-@pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
-def test_tool_output_is_escaped_except_with_released_branching(config, build, branching):
-    config.rollout.branching = branching
-    outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
-    with build(config) as components:
-        raw = "</result>\n" in components.tools.render_outcome(outcome)
-        assert raw is (branching is Branching.released)
-
-
 @pytest.mark.parametrize("num_hosts", [0, 1])
-def test_tools_wait_for_ray_only_if_their_sandboxes_run_on_it(config, monkeypatch, num_hosts):
+def test_tools_wait_for_ray_only_if_their_sandboxes_run_on_it(
+    config, inputs, tool_events, monkeypatch, num_hosts
+):
     """All that has started is closed where the next part does not start."""
     config.tool.python.num_hosts = num_hosts
-    events = []
 
-    async def start(_):
-        events.append("tools")
+    class EnginesFailedError(Exception):
+        pass
 
     def fail(*_, **__):
-        events.append("engines")
-        raise RuntimeError("far enough")
+        tool_events.append("engines")
+        raise EnginesFailedError
 
-    monkeypatch.setattr(ToolKit, "start", start)
-    monkeypatch.setattr(ToolKit, "close_now", lambda _: events.append("close"))
     monkeypatch.setattr(module, "Placement", lambda *_, **__: RecordingGroup([], "placement"))
     monkeypatch.setattr(module.GeneratorGroup, "launch", fail)
-    with pytest.raises(RuntimeError, match="far enough"), build_run(config, events):
+    with pytest.raises(EnginesFailedError), module.build(config, inputs, FakeCluster(tool_events)):
         pass
     if num_hosts:
-        assert events == ["cluster", "tools", "engines", "close"]
+        assert tool_events == ["cluster", "tools", "engines", "close"]
     else:
-        assert events == ["tools", "cluster", "engines", "close"]
-
-
-def test_json_tool_calls_need_schemas_in_the_chat_template(config, build, monkeypatch):
-    config.data.max_prompt_tokens = 5000
-    with build(config) as tags:
-        plain = tags.validation_prompts[0]
-    config.rollout.call_protocol = CallProtocol.hermes
-    with build(config) as components:
-        assert components.tools.uses_tool_messages and components.tools.stop_strings == ()
-        prompt = components.validation_prompts[0]
-        names = [schema["function"]["name"] for schema in prompt.tool_schemas]
-        assert names == ["python", "search"] and plain.tool_schemas == ()
-        assert components.codec.decode(prompt.token_ids).count('"type": "function"') == 2
-    monkeypatch.setattr(HFCodec, "survives_decoding", lambda self, text: text != "</tool_call>")
-    with pytest.raises(ValueError, match="</tool_call>"):
-        read_inputs(config)
-
-
-def test_interactions_are_loaded_and_scored_by_name(config, build, tmp_path):
-    with build(config) as components:
-        assert components.interactions.open_session(components.validation_prompts[0]) is None
-    path = tmp_path / "users.yaml"
-    path.write_text("- class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction\n")
-    config.rollout.interaction_config_file = str(path)
-    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
-    with build(config) as components:
-        assert components.interactions.names == ("gsm8k_user",)
-    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
-    with pytest.raises(ValueError, match="gsm8k_user"):
-        read_inputs(config)
+        assert tool_events == ["tools", "cluster", "engines", "close"]
 
 
 class RecordingGroup:
@@ -251,7 +198,7 @@ def test_policy_start_is_retried_once_after_a_rank_death():
     healthy, flaky, broken = map(FlakyPolicy, range(3))
     module._start_policy(healthy)
     module._start_policy(flaky)
-    with pytest.raises(PolicyRankDiedError, match="rank 0 died"):
+    with pytest.raises(PolicyRankDiedError):
         module._start_policy(broken)
     assert healthy.calls == ["start"]
     assert flaky.calls == broken.calls == ["start", "restart"]
@@ -281,8 +228,9 @@ def test_engine_start_is_retried_once_after_a_death():
     healthy, flaky = FlakyEngines(), FlakyEngines("engine 1")
     module._wait_for_engines(healthy, starting)
     module._wait_for_engines(flaky, starting)
-    with pytest.raises(ProcessDiedError, match="engine 0 died"):
+    with pytest.raises(ProcessDiedError) as caught:
         module._wait_for_engines(FlakyEngines("engine 1", "engine 0"), starting)
+    assert caught.value.process_name == "engine 0"
     assert (healthy.waits, healthy.routable_engines) == ([starting], [])
     assert flaky.waits == [starting, {"engine 0": "first", "engine 1": "again"}]
     assert flaky.routable_engines == [1]

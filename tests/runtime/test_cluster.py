@@ -19,6 +19,7 @@ from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.runtime import cluster
 from mega_agentrl.runtime.cluster import (
     ClusterConnection,
@@ -36,6 +37,13 @@ def make_config(parallel=TWO_RANKS, **sections):
     return TrainConfig(parallel=parallel, **sections)
 
 
+def too_small(config, **size):
+    """Return what a cluster of this size has too few of, and how many."""
+    with pytest.raises(InputError) as caught:
+        check_cluster_size(config, **size)
+    return caught.value.name, caught.value.got
+
+
 def test_policy_and_engine_share_cpu_cores():
     check_cluster_size(make_config(), num_cores=2, num_gpus=0)
 
@@ -43,14 +51,13 @@ def test_policy_and_engine_share_cpu_cores():
 def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
     wide = make_config(ParallelConfig(tensor=2, pipeline=2))
     check_cluster_size(wide, num_cores=2, num_gpus=0)
-    for said in (caplog.text, capsys.readouterr().err):
-        assert "4 policy ranks" in said and "5 processes share 2 cores" in said
+    for text in (caplog.text, capsys.readouterr().err):
+        assert "4 policy ranks" in text and "5 processes share 2 cores" in text
     check_cluster_size(make_config(ParallelConfig(data=8)), num_cores=2, num_gpus=0)
-    with pytest.raises(ValueError, match=r"parallel.data=9.*more ranks than 4 to each of the 2"):
-        check_cluster_size(make_config(ParallelConfig(data=9)), num_cores=2, num_gpus=0)
+    nine = make_config(ParallelConfig(data=9))
+    assert too_small(nine, num_cores=2, num_gpus=0) == ("cores of this machine", 2)
     wide.cluster.ray_address = "auto"
-    with pytest.raises(ValueError, match=r"parallel.pipeline=2.*4 policy ranks.*5 actors.*has 4"):
-        check_cluster_size(wide, num_cores=4, num_gpus=0)
+    assert too_small(wide, num_cores=4, num_gpus=0) == ("cores of the cluster", 4)
     check_cluster_size(wide, num_cores=5, num_gpus=0)
 
 
@@ -68,16 +75,16 @@ def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
 def test_every_rank_needs_a_gpu_except_engines_that_share_the_policys(sections, num_gpus):
     made = make_config(**sections | {"cluster": ClusterConfig(**sections.get("cluster", {}))})
     check_cluster_size(made, num_cores=2, num_gpus=num_gpus)
-    named = f"{num_gpus} GPUs needed, the cluster has {num_gpus - 1}"
-    with pytest.raises(ValueError, match=named):
-        check_cluster_size(made, num_cores=64, num_gpus=num_gpus - 1)
+    missing = too_small(made, num_cores=64, num_gpus=num_gpus - 1)
+    assert missing == ("GPUs of the cluster", num_gpus - 1)
 
 
 def test_gpus_hidden_from_torch_do_not_count(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", (os.devnull,))
-    with pytest.raises(ValueError, match="3 GPUs needed, the cluster has 2"):
+    with pytest.raises(InputError) as caught:
         check_local_size(make_config())
+    assert (caught.value.name, caught.value.got) == ("GPUs of the cluster", 2)
     monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", ("/dev/no_driver",))
     check_local_size(make_config())
 
@@ -85,8 +92,9 @@ def test_gpus_hidden_from_torch_do_not_count(monkeypatch):
 def test_gpu_cluster_needs_a_cuda_build_of_torch():
     check_torch_build(8, "13.0")
     check_torch_build(0, None)
-    with pytest.raises(ValueError, match="8 GPUs"):
+    with pytest.raises(InputError) as caught:
         check_torch_build(8, None)
+    assert caught.value.name == "torch"
 
 
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
@@ -111,7 +119,7 @@ import sys
 from ray._raylet import GcsClient
 
 try:
-    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=20)
+    GcsClient(address=sys.argv[1]).internal_kv_keys(b"", None, timeout=200)
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -134,6 +142,7 @@ def listening_hosts(pids):
     return hosts
 
 
+@pytest.mark.extended
 def test_a_cluster_of_ones_own_is_closed_to_other_machines_and_ends_with_the_run():
     """Ray asks for no password: whoever reaches it may run code as its user."""
     child = subprocess.Popen(
@@ -155,13 +164,13 @@ def test_a_cluster_of_ones_own_is_closed_to_other_machines_and_ends_with_the_run
             env={name: value for name, value in os.environ.items() if "RAY_AUTH" not in name},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert stranger.stdout.startswith("AuthenticationError")
-        child.communicate("end", timeout=120)
+        child.communicate("end", timeout=300)
         assert child.returncode == 0
-        _, alive = psutil.wait_procs(members, timeout=60)
+        _, alive = psutil.wait_procs(members, timeout=300)
         assert not alive
     finally:
         child.kill()
@@ -169,8 +178,10 @@ def test_a_cluster_of_ones_own_is_closed_to_other_machines_and_ends_with_the_run
 
 
 def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_needed(monkeypatch):
+    error = InputError("cluster.ray_address", "nowhere", "a cluster")
+
     def fail(config):
-        raise ValueError("cluster.ray_address=nowhere")
+        raise error
 
     monkeypatch.setattr(cluster, "_connect", fail)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
@@ -178,8 +189,9 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
     with ClusterConnection(make_config()) as connection:
         connection.begin()
         for _ in range(2):
-            with pytest.raises(ValueError, match="nowhere"):
+            with pytest.raises(InputError) as caught:
                 connection.wait()
+            assert caught.value is error
     assert "ray-cluster" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -191,8 +203,9 @@ def test_servers_of_ray_that_do_not_come_up_are_an_error_of_the_run(monkeypatch)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
     monkeypatch.setattr(os, "environ", os.environ.copy())
     with ClusterConnection(make_config()) as connection:
-        with pytest.raises(RuntimeError, match=r"Ray did not start: .*timed out during startup"):
+        with pytest.raises(RuntimeError) as caught:
             connection.wait()
+    assert "timed out during startup" in str(caught.value), "Ray's message reaches the user"
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])
@@ -207,6 +220,22 @@ def test_the_object_store_is_small_only_where_batches_are(monkeypatch, num_gpus)
     assert cluster._connect(make_config()) is (num_gpus > 0)
     assert settings["num_gpus"] == num_gpus
     assert settings["object_store_memory"] == (None if num_gpus else 512 * 1024**2)
+
+
+def test_ray_gets_more_time_to_start_than_its_own_limit(monkeypatch):
+    answers = iter([RuntimeError("not yet"), RuntimeError("not yet"), {"node_name": "here"}])
+
+    def get_node(address, node):
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("ray._private.services.get_node", get_node)
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
+    with cluster.patient_ray_start():
+        assert ray._private.services.get_node("here", "node") == {"node_name": "here"}
+    assert ray._private.services.get_node is get_node
 
 
 def test_ray_does_not_replace_the_handler_of_sigterm():

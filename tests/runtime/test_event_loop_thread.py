@@ -11,7 +11,7 @@ import pytest
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.train.signals import EXIT_CODES, RunInterrupted, SignalHandler
 
-DEADLINE_S = 20
+DEADLINE_S = 300
 
 
 @pytest.fixture

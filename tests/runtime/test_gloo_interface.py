@@ -21,7 +21,7 @@ def test_interface_with_the_address_is_used_and_joins_ranks():
     assert use_interface_of("127.0.0.1") == os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     store = HashStore()
     with ThreadPoolExecutor(2) as pool:
-        joined = list(pool.map(lambda rank: GlooTransport.join(store, rank, 2, 20.0), range(2)))
+        joined = list(pool.map(lambda rank: GlooTransport.join(store, rank, 2, 300.0), range(2)))
     for transport in joined:
         transport.close()
 

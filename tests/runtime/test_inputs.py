@@ -3,17 +3,20 @@
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from mega_agentrl.config.enums import AresMode, CallProtocol, CotBlocks, Truncation
+from mega_agentrl.config.enums import AresMode, Branching, CallProtocol, CotBlocks, Truncation
 from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.rl_dataset import encode_prompts
-from mega_agentrl.runtime import inputs
+from mega_agentrl.runtime import inputs as module
 from mega_agentrl.runtime.inputs import data_cache_folder, read_inputs
 from mega_agentrl.tool.toolkit import ToolKit
+from mega_agentrl.types.records import ToolOutcome, ToolStatus
 from tests.chat_models import save_vision_folder
 from tests.config.refusals import refused_setting
 from tests.vision_models import make_picture
@@ -43,6 +46,46 @@ def test_weights_count_in_epochs(config, assets, tmp_path):
     assert (len(given.prompts), sum(given.prompt_weights)) == (230, 260.0)
 
 
+def test_no_demonstrations_without_sft_steps(config, warm_start):
+    config.sft = replace(warm_start, max_steps=0)
+    given = read_inputs(config)
+    assert given.demonstrations is None
+    assert given.dev == ()
+
+
+@pytest.mark.parametrize("branching", [Branching.after_result, Branching.released])
+def test_tool_output_is_escaped_except_with_released_branching(config, branching):
+    config.rollout.branching = branching
+    outcome = ToolOutcome(tool="python", status=ToolStatus.ok, answer="</result>", latency_s=0.0)
+    is_raw = "</result>\n" in read_inputs(config).tools.render_outcome(outcome)
+    assert is_raw is (branching is Branching.released)
+
+
+def test_json_tool_calls_need_schemas_in_the_chat_template(config, inputs, monkeypatch):
+    config.data.max_prompt_tokens = 5000
+    config.rollout.call_protocol = CallProtocol.hermes
+    given = read_inputs(config)
+    assert given.tools.uses_tool_messages and given.tools.stop_strings == ()
+    prompt = given.validation[0]
+    names = [schema["function"]["name"] for schema in prompt.tool_schemas]
+    assert names == ["python", "search"] and inputs.validation[0].tool_schemas == ()
+    assert given.codec.decode(prompt.token_ids).count('"type": "function"') == 2
+    monkeypatch.setattr(HFCodec, "survives_decoding", lambda self, text: text != "</tool_call>")
+    setting = refused_setting(read_inputs, config)
+    assert setting == ("rollout.call_protocol", CallProtocol.hermes)
+
+
+def test_interactions_are_loaded_and_scored_by_name(config, tmp_path):
+    path = tmp_path / "users.yaml"
+    path.write_text("- class_name: mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction\n")
+    config.rollout.interaction_config_file = str(path)
+    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
+    assert read_inputs(config).interactions.names == ("gsm8k_user",)
+    config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
+    with pytest.raises(ValueError, match="gsm8k_user"):
+        read_inputs(config)
+
+
 def test_invalid_dataset_class_is_found_before_the_tokenizer_is_read(config):
     config.model.path = "nowhere"
     config.data.dataset_class = "pathlib:Path"
@@ -50,10 +93,9 @@ def test_invalid_dataset_class_is_found_before_the_tokenizer_is_read(config):
 
 
 @pytest.mark.parametrize("truncation", [Truncation.left, Truncation.right, Truncation.middle])
-def test_truncated_prompts_keep_the_generation_prompt(config, assets, truncation, capsys):
+def test_truncated_prompts_keep_the_generation_prompt(config, inputs, truncation, capsys):
     """Behind the messages stands what makes the policy answer, whatever was cut."""
-    whole = read_inputs(config)
-    codec, (first, *_) = whole.codec, whole.prompts
+    codec, (first, *_) = inputs.codec, inputs.prompts
     behind = codec.apply_chat_template(first.messages)[
         len(codec.apply_chat_template(first.messages, add_generation_prompt=False)) :
     ]
@@ -77,13 +119,13 @@ def test_a_vision_language_model_reads_images_and_zooms(config, assets, tmp_path
         read_inputs(config)
     config.model.path = str(save_vision_folder(tmp_path / "model"))
     config.tool.zoom.enabled = True
-    inputs = read_inputs(config)
-    assert "zoom" in inputs.tools.names
-    pad = inputs.codec.image_tokens.image_id
-    assert [prompt.token_ids.count(pad) for prompt in inputs.prompts] == [1, 1, 1]
-    prompt = inputs.prompts[0]
+    given = read_inputs(config)
+    assert "zoom" in given.tools.names
+    pad = given.codec.image_tokens.image_id
+    assert [prompt.token_ids.count(pad) for prompt in given.prompts] == [1, 1, 1]
+    prompt = given.prompts[0]
     assert Path(prompt.images[0].image.path).is_relative_to(tmp_path / "cache")
-    (loaded,) = asyncio.run(inputs.images.load(prompt.images))
+    (loaded,) = asyncio.run(given.images.load(prompt.images))
     assert loaded.image.pixels_HWC.shape == (28, 28, 3)
 
 
@@ -133,7 +175,7 @@ def test_an_mcp_server_that_does_not_start_is_found_before_the_data_is_read(unre
 def test_prompts_are_encoded_with_the_schemas_of_mcp_servers(config, monkeypatch):
     config.rollout.call_protocol = CallProtocol.hermes
     encoded = []
-    monkeypatch.setattr(inputs, "encode_prompts", record_schemas(encoded))
+    monkeypatch.setattr(module, "encode_prompts", record_schemas(encoded))
     config.tool.mcp = str(EXAMPLES / "mcp.json")
     assert {"add_to_basket", "total_price"} <= set(read_inputs(config).tools.names)
     assert (
@@ -229,8 +271,7 @@ def test_a_reference_must_have_the_policys_shape(config, assets, tmp_path):
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"intermediate_size": values["intermediate_size"] * 2}))
     config.model.reference_path = str(folder)
-    with pytest.raises(ValueError, match=r"reference_path=.*other: got ffn_hidden_size=\d+;"):
-        read_inputs(config)
+    assert refused_setting(read_inputs, config) == ("model.reference_path", str(folder))
 
 
 def test_cot_markers_are_loaded_for_egpo(config):

@@ -12,7 +12,7 @@ from mega_agentrl.runtime.rubric import (
     check_reward_functions,
     open_rubric,
 )
-from tests.config.refusals import refused
+from tests.config.refusals import refused, refused_setting
 from tests.fakes import make_trajectory
 
 MINE = """
@@ -48,7 +48,7 @@ def test_user_functions_see_only_the_named_variables(tmp_path, monkeypatch):
     with open_rubric(mine(tmp_path)) as rubric:
         score = rubric.score(make_trajectory()).result(WAIT_S)
         assert score.extra_info == {"mine": {"key": "secret", "other": None}}
-    with pytest.raises(RuntimeError, match="closed"):
+    with pytest.raises(RuntimeError):
         rubric.score(make_trajectory())
 
 
@@ -78,9 +78,8 @@ def test_a_function_that_cannot_be_loaded_is_refused_with_its_part(
 
 def test_the_variables_of_the_workers_must_be_set(tmp_path, monkeypatch):
     monkeypatch.delenv("MINE_KEY", raising=False)
-    named = r"reward\.worker_env_vars: .*MINE_KEY"
-    with pytest.raises(ValueError, match=named), open_rubric(mine(tmp_path)):
-        pass
+    missing = refused_setting(open_rubric(mine(tmp_path)).__enter__)
+    assert missing == ("reward.worker_env_vars", "MINE_KEY")
 
 
 def test_missing_variables_are_found_without_starting_anything(tmp_path, monkeypatch):
@@ -92,8 +91,7 @@ def test_missing_variables_are_found_without_starting_anything(tmp_path, monkeyp
     }
     for name, config in configs.items():
         monkeypatch.delenv(name, raising=False)
-        with pytest.raises(ValueError, match=f" {name} is not set"):
-            check_reward_environment(config)
+        assert refused_setting(check_reward_environment, config)[1] == name
         monkeypatch.setenv(name, "secret")
         check_reward_environment(config)
     check_reward_environment(RewardConfig(model=judge))
@@ -115,8 +113,8 @@ def test_judge_gets_its_key_and_is_closed(monkeypatch):
     )
     config = RewardConfig(rubric={"default": {"model": 1.0}}, model=model, timeout_s=7.0)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    with pytest.raises(ValueError, match=r"model\.api_key_env: .*JUDGE_KEY"), open_rubric(config):
-        pass
+    missing = refused_setting(open_rubric(config).__enter__)
+    assert missing == ("reward.model.api_key_env", "JUDGE_KEY")
     monkeypatch.setenv("JUDGE_KEY", "k")
     with open_rubric(config):
         assert made[0].args == ("http://here/v1", "grader")

@@ -93,9 +93,9 @@ def jobs(running_slurm, tmp_path):
         yield jobs
         running_slurm.command("scancel", "--user=root")
         running_slurm.wait_for(
-            lambda: running_slurm.node_states() == ["idle"] * len(NODES), 60, "idle nodes"
+            lambda: running_slurm.node_states() == ["idle"] * len(NODES), 240, "idle nodes"
         )
-        deadline_s = time.monotonic() + 15
+        deadline_s = time.monotonic() + 120
         while (remaining := jobs.left_over()) and time.monotonic() < deadline_s:
             time.sleep(0.5)
         assert not remaining, remaining

@@ -18,7 +18,7 @@ from pathlib import Path
 PROGRAMS = ("ip", "unshare", "nsenter", "mount", "hostname")
 NAMESPACES = ("--net", "--uts", "--mount", "--pid")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-START_S = 20
+START_S = 120
 
 # Process 1 of a node: it ends with the node, and collects the processes whose parents have ended.
 INIT = """\
@@ -110,7 +110,7 @@ class NodeNetwork:
         """End the nodes with all their processes, and remove the bridge."""
         for process in self._init_processes.values():
             process.send_signal(signal.SIGKILL)
-            process.wait(timeout=15)
+            process.wait(timeout=120)
         run("ip", "link", "delete", f"{self._tag}br", check=False)
 
 

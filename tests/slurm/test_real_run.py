@@ -70,7 +70,7 @@ def test_groups_and_weights_cross_the_network(jobs, assets):
         return jobs.slurm.state(job) in ENDED
 
     jobs.slurm.wait_for(has_ended, RUN_S, f"end of job {job}", jobs.output)
-    code, output = jobs.end(job, 10)
+    code, output = jobs.end(job, 60)
     assert code == 0, output[-3000:]
     assert nodes_by_class["PolicyActor"] == {"n1", "n2"}
     assert len(nodes_by_class["EngineActor"]) == 1
@@ -95,7 +95,7 @@ def test_requeued_trainer_resumes_on_both_nodes(jobs, assets):
     )
     jobs.slurm.command("scancel", "--batch", "--signal=USR1", job)
     jobs.slurm.wait_for(
-        lambda: "is requeued and resumes" in jobs.output.read_text(), 120, "requeue", jobs.output
+        lambda: "is requeued and resumes" in jobs.output.read_text(), RUN_S, "requeue", jobs.output
     )
     num_done = max(steps_of(jobs.run_dir))
     assert 2 <= num_done < 40
@@ -103,7 +103,7 @@ def test_requeued_trainer_resumes_on_both_nodes(jobs, assets):
         lambda: num_done + 2 in steps_of(jobs.run_dir), RUN_S, "further steps", jobs.output
     )
     jobs.slurm.command("scancel", "--batch", "--signal=TERM", job)
-    jobs.end(job, 120)
+    jobs.end(job, RUN_S)
     steps = steps_of(jobs.run_dir)
     assert steps == list(range(steps[0], steps[0] + len(steps))), "none is missing or done twice"
     assert bytes_by_transport(jobs.run_dir)["gloo"] > 0

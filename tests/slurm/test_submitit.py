@@ -53,7 +53,7 @@ def test_sweep_is_a_job_array_with_an_error_per_job(jobs, assets):
     assert completed.returncode == 1, completed.stdout[-3000:] + completed.stderr[-3000:]
     assert sorted(folders) == [1, 2]
     # The command may end at the first failure, while the other job still runs.
-    jobs.slurm.wait_for(lambda: not jobs.slurm.command("squeue", "-h").stdout.strip(), 120, "end")
+    jobs.slurm.wait_for(lambda: not jobs.slurm.command("squeue", "-h").stdout.strip(), 480, "end")
     for folder in folders.values():
         assert str(missing) in json.loads((folder / "sweep_job.json").read_text())["failed"]
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-HOLD_S = 120
+HOLD_S = 500
 
 
 def main() -> int:

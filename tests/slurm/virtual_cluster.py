@@ -52,8 +52,8 @@ SchedulerParameters=defer,sched_min_interval=100000,sched_interval=1,bf_interval
 SlurmdParameters=config_overrides
 ReturnToService=2
 KillWait=15
-SlurmdTimeout=60
-MessageTimeout=10
+SlurmdTimeout=120
+MessageTimeout=60
 NodeName=DEFAULT CPUs={cpus} CoresPerSocket={cpus} State=UNKNOWN
 NodeName=n1 NodeHostname=n1 NodeAddr={address_1} Port={port_1}
 NodeName=n2 NodeHostname=n2 NodeAddr={address_2} Port={port_2}
@@ -124,11 +124,11 @@ class VirtualCluster:
         # --force, because munged rejects a private folder.
         files = [f"--{option}={self.folder}/munge.{end}" for option, end in names.items()]
         self._spawn("munged", "--foreground", "--force", *files)
-        self.wait_for(lambda: (self.folder / "munge.sock").exists(), 20, "munged's socket")
+        self.wait_for(lambda: (self.folder / "munge.sock").exists(), 120, "munged's socket")
         self._spawn("slurmctld", "-D", "-c", "-f", f"{self.folder}/slurm.conf")
         for node in NODES:
             self.start_node(node)
-        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), 60, "idle nodes")
+        self.wait_for(lambda: self.node_states() == ["idle"] * len(NODES), 240, "idle nodes")
 
     def start_node(self, node: str) -> None:
         """Start the daemon of one node."""
@@ -162,7 +162,7 @@ class VirtualCluster:
         log.close()
 
     def command(
-        self, *words: str, check: bool = True, timeout_s: float = 60, **more: object
+        self, *words: str, check: bool = True, timeout_s: float = 240, **more: object
     ) -> subprocess.CompletedProcess[str]:
         """Run a Slurm command; `more` goes to `subprocess.run`."""
         completed = subprocess.run(
@@ -222,10 +222,10 @@ class VirtualCluster:
         daemon = self.daemons.pop(name)
         os.kill(pid, sign)
         try:
-            daemon.wait(timeout=15)
+            daemon.wait(timeout=60)
         except subprocess.TimeoutExpired:
             daemon.kill()
-            daemon.wait(timeout=15)
+            daemon.wait(timeout=60)
 
     def close(self) -> None:
         """End every job, then every daemon."""

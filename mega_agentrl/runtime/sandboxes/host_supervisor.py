@@ -248,9 +248,9 @@ class HostSupervisor:
             resources.update(node_info["Resources"] if node_info["Alive"] else {})
         names = sorted(key for key in resources if not key.startswith("node:"))
         raise HostStartError(
-            f"tool.python.num_hosts={self._config.num_hosts}: no node has room for sandbox host "
-            f"{number}; expected {self._config.num_hosts} of {resource!r} in the cluster, which "
-            f"has {resources[resource]:g} of it and offers {', '.join(names)}. Probable cause: "
+            f"no node has room for sandbox host {number}; expected {self._config.num_hosts} of "
+            f"{resource!r} in the cluster, which has {resources[resource]:g} of it and offers "
+            f"{', '.join(names)}. Probable cause: "
             f"nodes that were started without --resources='{{\"{resource}\": ...}}', or "
             "lost nodes"
         )

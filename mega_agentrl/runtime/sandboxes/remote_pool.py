@@ -13,6 +13,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.runtime.sandboxes.host_supervisor import HostStartError, HostSupervisor
 from mega_agentrl.sandbox.client import SandboxLostError
 from mega_agentrl.sandbox.session import infra_error_result
@@ -47,13 +48,15 @@ class RemoteSandboxPool:
         """Start every host.
 
         Raises:
-            ValueError: A host cannot be placed or started.
+            ConfigError: A host cannot be placed or started.
         """
         try:
             await asyncio.to_thread(self._supervisor.start)
         except HostStartError as error:
             await self.close()
-            raise ValueError(f"tool.python.num_hosts={self._config.num_hosts}: {error}") from error
+            raise ConfigError(
+                "tool.python.num_hosts", self._config.num_hosts, "hosts that start", str(error)
+            ) from error
 
     async def run(self, code: str, timeout_s: float | None = None) -> SandboxResult:
         """Run code on the least loaded host, like `SandboxPool.run`."""
@@ -67,9 +70,7 @@ class RemoteSandboxPool:
     async def open(self) -> RemoteSandboxSession:
         """Open a session on the least loaded host, like `SandboxPool.open`."""
         if self._config.mode is not PythonMode.stateful:
-            raise ValueError(
-                f"tool.python.mode={self._config.mode}: expected stateful for a session"
-            )
+            raise ConfigError("tool.python.mode", self._config.mode, "stateful for a session")
         client, call_id, error_message = await self._call_with_retry("open")
         if error_message:
             raise SandboxLostError(error_message, may_have_run=False)

@@ -24,6 +24,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mega_agentrl.config.checks.parallel import min_ranks_per_node
+from mega_agentrl.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -64,7 +65,7 @@ def _bundle(num_cpus: int, num_gpus: int) -> dict[str, float]:
 class Placement:
     """Reserved resources of all ranks of a model and, for the policy, of all engines.
 
-    If a node is lost, Ray moves its bundles to another one. The constructor raises `ValueError` if
+    If a node is lost, Ray moves its bundles to another one. The constructor raises `ConfigError` if
     no node has room for a whole bundle.
     """
 
@@ -95,11 +96,12 @@ class Placement:
             self.release()
             num_engines = len(bundles) - self._num_rank_bundles
             engines = f" and {num_engines} engines ({bundles[-1]})" if num_engines else ""
-            raise ValueError(
-                f"parallel.tensor={config.parallel.tensor}: no room for {self._num_rank_bundles} "
-                f"groups of {self._ranks_per_bundle} ranks{engines}, each in one node, within "
-                f"{_PLACEMENT_TIMEOUT_S:g} s; probable cause: a tensor-parallel size above the "
-                "GPUs of a node, or other jobs on the cluster"
+            raise ConfigError(
+                "parallel.tensor",
+                config.parallel.tensor,
+                f"room for {self._num_rank_bundles} groups of {self._ranks_per_bundle} ranks"
+                f"{engines}, each in one node, within {_PLACEMENT_TIMEOUT_S:g} s",
+                "a tensor-parallel size above the GPUs of a node, or other jobs on the cluster",
             )
 
     def for_rank(self, rank: int) -> Any:

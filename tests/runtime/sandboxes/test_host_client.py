@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 
 import pytest
 import ray
@@ -20,7 +19,7 @@ class Host:
         raise KeyError("no such thing")
 
     async def hang(self, number):
-        await asyncio.sleep(600)
+        await asyncio.sleep(500)
 
     async def die(self, number):
         os._exit(1)
@@ -32,34 +31,35 @@ class Host:
         return self.cancelled
 
 
+@pytest.fixture(scope="module")
+def host(ray_local):
+    return Host.remote()
+
+
 @pytest.fixture
-def client(ray_local):
-    made = HostClient("sandbox host 7", Host.remote())
-    yield made
-    ray.kill(made.actor)
-
-
-async def test_failure_and_death_name_the_host(client):
-    with pytest.raises(SandboxLostError, match=r"sandbox host 7.*no such thing"):
-        await client.call(1, "fail")
-    with pytest.raises(SandboxLostError, match="sandbox host 7 died") as caught:
-        await client.call(2, "die")
-    assert caught.value.may_have_run
+def client(host):
+    return HostClient("sandbox host 7", host)
 
 
 async def test_mark_lost_fails_all_calls_and_sends_no_more(client):
     client.num_sessions = 2
     calls = [asyncio.create_task(client.call(client.next_call_id(), "hang")) for _ in range(3)]
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0)
     assert client.load == 5
-    begin = time.monotonic()
     client.mark_lost("it was silent")
     client.mark_lost("twice")
     results = await asyncio.gather(*calls, return_exceptions=True)
-    assert time.monotonic() - begin < 60
     assert [(str(error), error.may_have_run) for error in results] == [("it was silent", True)] * 3
-    with pytest.raises(SandboxLostError, match="it was silent") as caught:
+    with pytest.raises(SandboxLostError) as caught:
         await client.call(client.next_call_id(), "fail")
-    assert not caught.value.may_have_run
+    assert (str(caught.value), caught.value.may_have_run) == ("it was silent", False)
     client.notify("cancel", 9)
     assert await client.actor.cancelled_calls.remote() == []
+
+
+async def test_failure_and_death_name_the_host(client):
+    for number, method in enumerate(("fail", "die")):
+        with pytest.raises(SandboxLostError) as caught:
+            await client.call(number, method)
+        assert f"sandbox host 7{' died' * number}" in str(caught.value), "the policy reads it"
+        assert caught.value.may_have_run

@@ -15,6 +15,7 @@ import ray
 
 import mega_agentrl
 from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.tools import PythonToolConfig
 from mega_agentrl.runtime.sandboxes.remote_pool import RemoteSandboxPool, RemoteSandboxSession
 from mega_agentrl.sandbox.pool import SandboxPool
@@ -22,16 +23,14 @@ from mega_agentrl.sandbox.session import STATE_LOST_NOTE, SandboxSession
 from mega_agentrl.types.records import ToolStatus
 from tests.processes import cpu_s, descendants, is_alive
 
-HOST_TIMEOUT_S = 5.0
-SLEEP = "import time; time.sleep(600)"
+SLEEP = "import time; time.sleep(500)"
 SPIN = "while True: pass"
 
 
 def make_pool(folder, **changes):
-    values = {"num_hosts": 1, "num_workers": 1, "preload_modules": [], "timeout_s": 10.0}
-    pool = RemoteSandboxPool(
-        PythonToolConfig(**(values | changes)), folder, host_timeout_s=HOST_TIMEOUT_S
-    )
+    values = {"num_hosts": 1, "num_workers": 1, "preload_modules": [], "timeout_s": 200.0}
+    config = PythonToolConfig(**(values | changes))
+    pool = RemoteSandboxPool(config, folder, host_timeout_s=300.0)  # a slow host is not lost
     asyncio.run(pool.start())
     return pool
 
@@ -79,13 +78,11 @@ def test_interface_matches_the_local_pool(near, far):
 
 
 async def test_many_calls_spread_over_the_hosts(pool):
-    codes = [f"print({i} * {i})" for i in range(40)]
-    codes[:4] = [f"import time; time.sleep(3); {code}" for code in codes[:4]]  # fill all workers
-    calls = [asyncio.create_task(pool.run(code)) for code in codes]
+    calls = [asyncio.create_task(pool.run(f"print({i} * {i})")) for i in range(12)]
     await asyncio.sleep(0)
-    assert [client.load for client in clients(pool).values()] == [20, 20]
+    assert [client.load for client in clients(pool).values()] == [6, 6]
     results = await asyncio.gather(*calls)
-    assert [result.output for result in results] == [str(i * i) for i in range(40)]
+    assert [result.output for result in results] == [str(i * i) for i in range(12)]
     assert [client.load for client in clients(pool).values()] == [0, 0]
 
 
@@ -105,7 +102,7 @@ async def test_sessions_stay_on_their_host_and_new_ones_spread(pool):
         await session.close()
         await session.close()
     assert [client.num_sessions for client in clients(pool).values()] == [0, 0]
-    with pytest.raises(RuntimeError, match="it is closed"):
+    with pytest.raises(RuntimeError):
         await child.fork()
     assert (await child.run("1")).output == "the session is closed"
 
@@ -113,12 +110,12 @@ async def test_sessions_stay_on_their_host_and_new_ones_spread(pool):
 async def test_cancellation_ends_the_call_on_its_host(pool):
     session = await pool.open()
     await session.run("x = 1")
-    calls = [asyncio.create_task(session.run(SPIN, 600))]
+    calls = [asyncio.create_task(session.run(SPIN, 500))]
     host = pid_of(session._client)
     before_s = cpu_s(descendants(host))
-    await until(lambda: cpu_s(descendants(host)) > before_s + 1.0)  # it is running
-    calls += [asyncio.create_task(pool.run(SLEEP, 600)) for _ in range(6)]
-    await asyncio.sleep(1.0)
+    await until(lambda: cpu_s(descendants(host)) > before_s + 0.2)  # it is running
+    calls += [asyncio.create_task(pool.run(SLEEP, 500)) for _ in range(6)]
+    await asyncio.sleep(0.2)
     for call in calls:
         call.cancel()
     await asyncio.wait(calls)
@@ -137,10 +134,10 @@ async def test_killed_host_fails_its_calls_and_sessions_and_is_replaced(pool):
         await session.run("x = 1")
     lost, surviving = sessions
     calls = [
-        asyncio.create_task(lost.run(SLEEP, 600)),
+        asyncio.create_task(lost.run(SLEEP, 500)),
         asyncio.create_task(surviving.run("print(x)")),
     ]
-    await asyncio.sleep(0.5)
+    assert (await calls[1]).output == "1"
     pid = pid_of(lost._client)
     sandboxes = descendants(pid)
     assert len(sandboxes) >= 4
@@ -149,9 +146,8 @@ async def test_killed_host_fails_its_calls_and_sessions_and_is_replaced(pool):
     result = await calls[0]
     assert result.status is ToolStatus.infra_error
     assert re.search(r"sandbox host \d \(node .*\) died; its log file", result.output)
-    assert (await calls[1]).output == "1"
     assert (await lost.run("print(x)")).output.startswith("the interpreter's state is lost: ")
-    with pytest.raises(RuntimeError, match="cannot be forked: the interpreter's state is lost"):
+    with pytest.raises(RuntimeError):
         await lost.fork()
     await until(lambda: not any(map(is_alive, sandboxes)))
     await until(lambda: pool.num_replaced != replaced)  # its calls may fail before it is replaced
@@ -164,17 +160,20 @@ async def test_killed_host_fails_its_calls_and_sessions_and_is_replaced(pool):
         await session.close()
 
 
+@pytest.mark.extended
 async def test_call_without_a_session_survives_its_host(pool):
     calls = [
         asyncio.create_task(pool.run("import time; time.sleep(2); print(1)")) for _ in range(4)
     ]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.2)
     os.kill(pid_of(clients(pool)[0]), signal.SIGKILL)
     assert {(await call).output for call in calls} == {"1"}
     await all_up(pool)
 
 
-async def test_stopped_host_fails_its_calls_and_is_replaced(pool):
+@pytest.mark.extended
+async def test_stopped_host_fails_its_calls_and_is_replaced(pool, monkeypatch):
+    monkeypatch.setattr(pool._supervisor, "_timeout_s", 5.0)
     session = await pool.open()
     stuck = session._client
     sandboxes = [pid_of(stuck), *descendants(pid_of(stuck))]
@@ -182,7 +181,8 @@ async def test_stopped_host_fails_its_calls_and_is_replaced(pool):
     try:
         result = await session.run("print(1)", 1.0)
         assert result.status is ToolStatus.infra_error
-        assert f"did not answer for {HOST_TIMEOUT_S:g} s" in result.output
+        assert "did not answer for 5 s" in result.output
+        monkeypatch.undo()
         assert (await pool.run("print(2)")).output == "2"
         await all_up(pool)
         await until(lambda: not any(map(is_alive, sandboxes)))
@@ -192,17 +192,23 @@ async def test_stopped_host_fails_its_calls_and_is_replaced(pool):
     await session.close()
 
 
+async def test_sessions_need_the_stateful_mode(tmp_path):
+    pool = RemoteSandboxPool(PythonToolConfig(mode=PythonMode.stateless, num_hosts=1), tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        await pool.open()
+    assert (caught.value.key, caught.value.got) == ("tool.python.mode", PythonMode.stateless)
+
+
+@pytest.mark.extended
 async def test_calls_wait_for_the_replacement_of_the_only_host(ray_local, tmp_path):
     pool = await asyncio.to_thread(make_pool, tmp_path)
     try:
-        with pytest.raises(ValueError, match=r"tool.python.mode=stateless: expected stateful"):
-            await pool.open()
         first = clients(pool)[0]
         os.kill(pid_of(first), signal.SIGKILL)
         await until(lambda: not clients(pool))
         results = await asyncio.gather(*(pool.run("print(1)") for _ in range(4)))
         assert {result.output for result in results} == {"1"}
-        running = asyncio.create_task(pool.run(SLEEP, 600))
+        running = asyncio.create_task(pool.run(SLEEP, 500))
         await asyncio.sleep(0.5)
         await pool.close()
         assert (await running).output == "the sandbox pool is closed"
@@ -213,10 +219,12 @@ async def test_calls_wait_for_the_replacement_of_the_only_host(ray_local, tmp_pa
 
 
 async def test_host_that_cannot_start_is_an_error(ray_local, tmp_path):
-    config = PythonToolConfig(num_hosts=2, num_workers=1, preload_modules=["no_such_module"])
+    config = PythonToolConfig(num_hosts=1, num_workers=1, preload_modules=["no_such_module"])
     pool = RemoteSandboxPool(config, tmp_path)
-    with pytest.raises(ValueError, match=r"num_hosts=2: .*sandbox host \d.*no_such_mod"):
+    with pytest.raises(ConfigError) as caught:
         await pool.start()
+    assert (caught.value.key, caught.value.got) == ("tool.python.num_hosts", 1)
+    assert "no_such_module" in caught.value.cause, "the error of the host reaches the user"
     assert (await pool.run("1")).status is ToolStatus.infra_error
 
 
@@ -236,13 +244,14 @@ async def main():
     pool = RemoteSandboxPool(PythonToolConfig(num_hosts=1, preload_modules=[]), Path(sys.argv[2]))
     await pool.start()
     print(pool._supervisor._clients[0].name, flush=True)
-    await pool.run("import time; time.sleep(60)", 60)
+    await pool.run("import time; time.sleep(500)", 500)
 
 
 asyncio.run(main())
 """
 
 
+@pytest.mark.extended
 async def test_hosts_and_sandboxes_die_with_the_driver(ray_local, tmp_path):
     address = ray.get_runtime_context().gcs_address
     root = Path(mega_agentrl.__file__).parents[1]

@@ -1,17 +1,20 @@
 """Bundles: one per tensor-parallel group and per engine, each whole inside a node."""
 
 import multiprocessing
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.runtime.workers import placement as module
 from mega_agentrl.runtime.workers.placement import Placement, engine_bundles, rank_bundles
-from tests.runtime.workers.gpu_nodes import gpus_used_by_node
+from tests.config.refusals import refused_setting
 
 
 def test_bundles_by_hand():
@@ -57,9 +60,9 @@ def test_release_frees_the_resources(ray_local):
 
 
 def test_group_that_fits_no_node_is_an_error(ray_local, monkeypatch):
-    monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", 1.0)
-    with pytest.raises(ValueError, match=r"parallel\.tensor=64"):
-        Placement(TrainConfig(parallel=ParallelConfig(tensor=64)), on_gpu=False)
+    monkeypatch.setattr(module, "_PLACEMENT_TIMEOUT_S", 0.2)
+    config = TrainConfig(parallel=ParallelConfig(tensor=64))
+    assert refused_setting(Placement, config, on_gpu=False) == ("parallel.tensor", 64)
 
 
 def test_colocated_engines_are_in_the_bundles_of_their_ranks(ray_local):
@@ -83,6 +86,34 @@ FULL_CLUSTERS = {
     "many_engines": (ParallelConfig(tensor=8, pipeline=4, data=2), 32, 1),
 }
 """Layout of the policy, engines and GPUs of an engine: 96 GPUs each."""
+
+
+STORE_BYTES = 80 * 1024**2
+
+
+def gpus_used_by_node(configs, *, num_nodes, gpus_per_node):
+    """Place each job alone on a cluster; return the GPUs that it takes, sorted, by node.
+
+    The GPUs exist in Ray's accounting only.
+    """
+    cluster = Cluster()
+    for _ in range(num_nodes):
+        cluster.add_node(
+            num_cpus=gpus_per_node, num_gpus=gpus_per_node, object_store_memory=STORE_BYTES
+        )
+    ray.init(address=cluster.address, log_to_driver=False)
+    used = []
+    for config in configs:
+        placement = Placement(config, on_gpu=True, with_engines=True)
+        table = placement_group_table(placement._placement_group)
+        placement.release()
+        count = Counter()
+        for index, node in table["bundles_to_node_id"].items():
+            count[node] += int(table["bundles"][index]["GPU"])
+        used.append(sorted(count.values()))
+    ray.shutdown()
+    cluster.shutdown()
+    return used
 
 
 @pytest.mark.slow(90)
