@@ -56,7 +56,8 @@ def test_a_failed_sync_starts_over_if_an_engine_was_replaced_meanwhile(is_replac
     coordinator._supervisor = SimpleNamespace(
         replace_lost_engines=lambda before: both.registry.num_handled_losses > before
     )
-    errors = iter([RemoteCallError("pause: engine 0 died")])
+    failed = RemoteCallError("pause: engine 0 died")
+    errors = iter([failed])
 
     def sync(engines, version, release_policy):
         for error in errors:
@@ -70,6 +71,7 @@ def test_a_failed_sync_starts_over_if_an_engine_was_replaced_meanwhile(is_replac
     if is_replaced:
         assert coordinator.sync_weights(both, 1) == {"total_s": 1.0}
     else:
-        with pytest.raises(RemoteCallError, match="engine 0 died"):
+        with pytest.raises(RemoteCallError) as caught:
             coordinator.sync_weights(both, 1)
+        assert caught.value is failed
     assert both.calls == ["disconnect", *["serve_version"] * is_replaced]

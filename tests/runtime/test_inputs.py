@@ -24,6 +24,13 @@ from tests.vision_models import make_picture
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def refusal(config):
+    """Return the message of the error, which the user reads: it names the place to change."""
+    with pytest.raises(ValueError) as caught:
+        read_inputs(config)
+    return str(caught.value)
+
+
 def test_total_steps_from_epochs(config):
     config.data.prompts_per_step, config.total_epochs = 7, 3
     given = read_inputs(config)
@@ -82,8 +89,7 @@ def test_interactions_are_loaded_and_scored_by_name(config, tmp_path):
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k_user": 0.5}}
     assert read_inputs(config).interactions.names == ("gsm8k_user",)
     config.reward.rubric = {"default": {"arpo": 1.0, "gsm8k": 0.5}}
-    with pytest.raises(ValueError, match="gsm8k_user"):
-        read_inputs(config)
+    assert refused_setting(read_inputs, config) == ("reward.rubric.default.gsm8k", 0.5)
 
 
 def test_invalid_dataset_class_is_found_before_the_tokenizer_is_read(config):
@@ -115,8 +121,7 @@ def test_a_vision_language_model_reads_images_and_zooms(config, assets, tmp_path
     table["extra_info"] = [{"index": row} for row in range(3)]
     table.to_parquet(tmp_path / "images.parquet")
     config.data = DataConfig(train=str(tmp_path / "images.parquet"), max_pixels=784)
-    with pytest.raises(ValueError, match="model of text"):
-        read_inputs(config)
+    assert "images.parquet" in refusal(config), "a model of text"
     config.model.path = str(save_vision_folder(tmp_path / "model"))
     config.tool.zoom.enabled = True
     given = read_inputs(config)
@@ -138,17 +143,16 @@ def user_tool(tmp_path, name="Gsm8kTool"):
 @pytest.mark.parametrize(
     ("section", "field", "value", "named"),
     [
-        ("data", "max_prompt_tokens", 2, r"data\.max_prompt_tokens=2"),
-        ("reward", "rubric", {"default": {"gsm8k": 1.0}}, r"rubric\.default\.gsm8k=1\.0"),
-        ("reward", "rubric", {"gsm8k": {"arpo": 1.0}}, "data source toolqa"),
+        ("data", "max_prompt_tokens", 2, "data.max_prompt_tokens"),
+        ("reward", "rubric", {"default": {"gsm8k": 1.0}}, "reward.rubric.default.gsm8k"),
+        ("reward", "rubric", {"gsm8k": {"arpo": 1.0}}, "data source"),
     ],
     ids=["data", "part", "data source"],
 )
 def test_bad_input_is_found_before_tools_start(config, monkeypatch, section, field, value, named):
     monkeypatch.setattr(ToolKit, "start", lambda *_: pytest.fail("started"))
     setattr(getattr(config, section), field, value)
-    with pytest.raises(ValueError, match=named):
-        read_inputs(config)
+    assert named in refusal(config)
 
 
 @pytest.fixture
@@ -206,8 +210,7 @@ def test_a_simulated_user_with_the_name_of_a_tool_is_found_before_the_data_is_re
     name = "mega_agentrl.rollout.interaction.gsm8k.Gsm8kInteraction"
     path.write_text(f"- {{name: python, class_name: {name}}}\n")
     unread.rollout.interaction_config_file = str(path)
-    with pytest.raises(ValueError, match=r"users\.yaml: there are tools called python"):
-        read_inputs(unread)
+    assert "users.yaml" in refusal(unread)
 
 
 def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
@@ -216,8 +219,8 @@ def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
     row["extra_info"] = {"index": 7, "tools_kwargs": {"gsm8k": {"create_kwargs": {"k": 1}}}}
     config.data.train = f"{tmp_path}/train.parquet"
     pd.DataFrame([row]).to_parquet(config.data.train)
-    with pytest.raises(ValueError, match=r"prompt \w+/7: tool gsm8k"):
-        read_inputs(config)
+    message = refusal(config)
+    assert "toolqa/7" in message and "gsm8k" in message
 
 
 @pytest.mark.parametrize(
@@ -287,8 +290,7 @@ def test_cot_markers_are_loaded_for_egpo(config):
 def test_marker_that_merges_with_other_tokens_is_an_error(config):
     config.algo.egpo.lam = 0.4
     config.algo.egpo.cot_markers = ["pric", "</think>"]
-    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_markers"):
-        read_inputs(config)
+    assert "algo.egpo.cot_markers" in refusal(config)
 
 
 def test_trigger_words_become_tokens(config, tmp_path):
@@ -299,5 +301,4 @@ def test_trigger_words_become_tokens(config, tmp_path):
     texts = {given.codec.decode([token_id]).strip().lower() for token_id in given.trigger_ids}
     assert texts and texts <= {"price", "the"}
     path.write_text("zyzzyva\n")
-    with pytest.raises(ValueError, match=r"algo\.ares\.trigger_words_file="):
-        read_inputs(config)
+    assert "algo.ares.trigger_words_file" in refusal(config)

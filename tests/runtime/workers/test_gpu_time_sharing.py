@@ -10,6 +10,10 @@ import pytest
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
 
 
+class CallFailedError(RuntimeError):
+    """A call of a side failed."""
+
+
 class Side:
     """Records the calls of both sides in one list; calls in `fails` raise."""
 
@@ -19,7 +23,7 @@ class Side:
     def record(self, what):
         self.calls.append(what)
         if what in self.fails:
-            raise RuntimeError(what)
+            raise CallFailedError(what)
 
     def set_gpu_resident(self, parts):
         self.record(f"policy {'+'.join(sorted(parts)) or 'nothing'}")
@@ -82,7 +86,7 @@ def test_policy_that_died_in_a_transfer_reclaims_the_gpus():
     assert calls[-1] == "sleep"
     assert gpu_time_sharing.owner is GpuOwner.policy
     gpu_time_sharing.acquire_for_transfer([0])
-    with pytest.raises(RuntimeError, match="policy nothing"):
+    with pytest.raises(CallFailedError):
         gpu_time_sharing.release_to_engines([0])
     # Dead, it has no memory: an engine may start.
     with gpu_time_sharing.reserve_for_engine_start():
@@ -93,7 +97,7 @@ def test_engines_that_fail_to_sleep_keep_the_gpus():
     calls, gpu_time_sharing = sides(engines=["sleep"])
     gpu_time_sharing.acquire_for_transfer([0])
     gpu_time_sharing.release_to_engines([0])
-    with pytest.raises(RuntimeError, match="sleep"):
+    with pytest.raises(CallFailedError):
         gpu_time_sharing.acquire_for_policy()
     assert gpu_time_sharing.owner is GpuOwner.engines
     assert "policy gradients+optimizer+weights" not in calls
@@ -109,7 +113,7 @@ def test_policy_and_engine_start_wait_for_each_other():
         started.wait(0.2)
         assert gpu_time_sharing.owner is GpuOwner.engines
         calls.append("started")
-    loading.join(10)
+    loading.join(300)
     assert gpu_time_sharing.owner is GpuOwner.policy
     assert calls[-2:] == ["started", "policy gradients+optimizer+weights"]
 
@@ -123,5 +127,5 @@ def test_policy_and_engine_start_wait_for_each_other():
     assert starting.is_alive()
     gpu_time_sharing.acquire_for_transfer([0])
     gpu_time_sharing.release_to_engines([0])
-    starting.join(10)
+    starting.join(300)
     assert "started again" in calls[calls.index("policy nothing", 2) :]
