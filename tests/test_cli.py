@@ -79,7 +79,7 @@ logging.getLogger("some.library").info("loaded")
 warnings.warn("old option")
 """
     ended = subprocess.run(
-        [sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], timeout=LIMIT_S, capture_output=True, text=True, check=True
     )
     text = (tmp_path / "logs" / "driver.log").read_text()
     assert "some.library INFO loaded" in text and "old option" in text
@@ -164,7 +164,7 @@ def test_a_signal_ends_a_run_that_waits_in_a_library_while_it_reads_inputs():
     try:
         assert child.stdout.readline() == b"ready\n"
         child.send_signal(signal.SIGTERM)
-        assert child.wait(60) == EXIT_CODES[signal.SIGTERM]
+        assert child.wait(LIMIT_S) == EXIT_CODES[signal.SIGTERM]
     finally:
         child.kill()
 

@@ -49,7 +49,7 @@ GUIDES = (
     ),
     "docs/data.md",
 )
-DEADLINE_S = 20
+DEADLINE_S = 120
 MAX_UNTESTED = 1
 
 BLOCK = re.compile(r"(?:<!-- not tested: (.+) -->\n)?^```(\S*) ?(\S*)\n(.*?)^```$", re.M | re.S)

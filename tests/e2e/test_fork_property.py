@@ -137,7 +137,11 @@ def nodes(draw, depth=2):
 @pytest.fixture(scope="module")
 def pool():
     config = PythonToolConfig(
-        num_workers=1, preload_modules=["numpy"], memory_limit_mib=256, mode=PythonMode.stateful
+        num_workers=1,
+        preload_modules=["numpy"],
+        memory_limit_mib=256,
+        mode=PythonMode.stateful,
+        timeout_s=120.0,
     )
     made = SandboxPool(config)
     asyncio.run(made.start())

@@ -174,7 +174,7 @@ async def test_many_calls(count, tmp_path, monkeypatch):
 
 @pytest.mark.extended
 async def test_many_sessions(tmp_path, monkeypatch):
-    settings = {"num_workers": 2, "mode": PythonMode.stateful}
+    settings = {"num_workers": 2, "mode": PythonMode.stateful, "timeout_s": CALL_S}
     async with started_pool(tmp_path, monkeypatch, **settings) as pool:
         await trajectories(pool, 4)
         warm, groups = await at_rest(), own_cgroups()
