@@ -68,7 +68,9 @@ def test_close_kills_all_samplers(cluster):
 
 
 @pytest.mark.parametrize(
-    "nodes", [[], [{"Alive": True, "Resources": {"CPU": 2.0}}], [{"Alive": False, "Resources": {}}]]
+    "nodes",
+    [[], [{"Alive": True, "Resources": {"CPU": 2.0}}], [{"Alive": False, "Resources": {}}]],
+    ids=["no node", "no GPU", "lost node"],
 )
 def test_no_samplers_without_gpus(monkeypatch, nodes):
     monkeypatch.setattr(ray, "nodes", lambda: nodes)

@@ -53,7 +53,7 @@ def test_table_marks_failures_and_says_why():
 
 
 @pytest.mark.parametrize(("skew_s", "state"), [(0.2, OK), (-5.0, WARN), (31.0, FAIL)])
-def test_clock(skew_s, state):
+def test_skew_of_a_clock_warns_from_one_second_and_fails_from_thirty(skew_s, state):
     assert check_clock(skew_s).state == state
 
 
@@ -96,7 +96,7 @@ async def until_listening(address):
         return
 
 
-async def test_head_and_nodes_together(tmp_path, monkeypatch):
+async def test_head_collects_the_findings_of_all_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(node_preflight, "all_checks", short_checks)
     address = f"127.0.0.1:{find_port_pair(3)}"
     head = PreflightHead(["n1", "n2"], tmp_path, KEY)
@@ -115,7 +115,7 @@ async def test_head_and_nodes_together(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "the token is removed"
 
 
-async def test_missing_node_and_wrong_key(tmp_path, monkeypatch):
+async def test_missing_node_and_node_with_a_wrong_key_have_no_answer(tmp_path, monkeypatch):
     monkeypatch.setattr(node_preflight, "all_checks", short_checks)
     address = f"127.0.0.1:{find_port_pair(5)}"
     head = PreflightHead(["n1", "n2"], tmp_path, KEY)

@@ -27,7 +27,7 @@ def node(name, amount=0.0, *, alive=True):
     return {"NodeID": name, "Alive": alive, "Resources": {"CPU": 4.0, RESOURCE: amount}}
 
 
-def test_choose_node_by_hand():
+def test_hosts_spread_over_the_nodes_with_room():
     nodes = [node("a", 2.0), node("b", 1.0), node("c"), node("d", 4.0, alive=False)]
     num_hosts_by_node = Counter()
     chosen = []

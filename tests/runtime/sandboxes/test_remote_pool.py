@@ -64,7 +64,9 @@ async def all_up(pool, number=2):
 
 
 @pytest.mark.parametrize(
-    ("near", "far"), [(SandboxPool, RemoteSandboxPool), (SandboxSession, RemoteSandboxSession)]
+    ("near", "far"),
+    [(SandboxPool, RemoteSandboxPool), (SandboxSession, RemoteSandboxSession)],
+    ids=["pool", "session"],
 )
 def test_interface_matches_the_local_pool(near, far):
     def public(kind):

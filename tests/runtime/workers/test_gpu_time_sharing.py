@@ -45,7 +45,7 @@ def sides(**fails):
 SEND = ["policy weights", "wake weights [0, 1]", "policy nothing", "wake cache [0, 1]"]
 
 
-def test_one_training_step_cycle():
+def test_gpus_go_to_the_engines_and_back_in_a_training_step():
     calls, gpu_time_sharing = sides()
     assert gpu_time_sharing.owner is GpuOwner.policy
     gpu_time_sharing.acquire_for_policy()

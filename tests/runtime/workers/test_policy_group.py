@@ -38,7 +38,9 @@ def test_log_probs_are_assembled_from_all_ranks(group):
     assert filled.ref_logp_BT is None
 
 
-@pytest.mark.parametrize("algo", [{"kl_coef": 0.1}, {"ares": AresConfig(mode=AresMode.paper)}])
+@pytest.mark.parametrize(
+    "algo", [{"kl_coef": 0.1}, {"ares": AresConfig(mode=AresMode.paper)}], ids=["kl", "ares"]
+)
 def test_reference_log_probs_are_computed_when_needed(algo, group):
     policy, _ = group(**algo)
     assert torch.equal(
@@ -74,8 +76,8 @@ def test_only_rank_zero_is_profiled(group, tmp_path, monkeypatch):
     policy, actors = group()
     policy.start_profile()
     policy.stop_profile(Path("profile/a.json"))
-    seen = [ray.get(actor.recorded_methods.remote()) for actor in actors]
-    assert seen == [["start_profile", "stop_profile"], []]
+    methods = [ray.get(actor.recorded_methods.remote()) for actor in actors]
+    assert methods == [["start_profile", "stop_profile"], []]
     assert ray.get(actors[0].last_args.remote()) == (str(tmp_path / "profile" / "a.json"),)
 
 
