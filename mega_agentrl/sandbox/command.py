@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.cgroup import Cgroup, create_cgroup
 from mega_agentrl.sandbox.guest.command_launcher import SOCKET_FOLDER, LauncherSettings
 from mega_agentrl.sandbox.isolation import (
@@ -65,7 +66,17 @@ _PASSWD = b"user:x:1000:1000:user:/tmp:/bin/sh\n"
 
 
 class CommandStartError(RuntimeError):
-    """A command could not be started."""
+    """A command could not be started.
+
+    Attributes:
+        program: The program.
+        reason: Why not.
+    """
+
+    def __init__(self, program: str, reason: str) -> None:
+        super().__init__(f"{program} does not start: {reason}")
+        self.program = program
+        self.reason = reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +116,14 @@ class SandboxedCommand:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise ValueError("command: got none, expected a program and its arguments")
+            raise InputError("command", self.command, "a program and its arguments")
         if self.forwarded_ports and not (self.is_isolated and self.network is NetworkAccess.none):
-            raise ValueError(
-                f"forwarded_ports={sorted(self.forwarded_ports)}: expected none with "
-                f"isolation={self.isolation} and network={self.network}, because they would be "
-                "ports of the host"
-            )
+            expected = f"none with isolation={self.isolation} and network={self.network}"
+            cause = "they would be ports of the host"
+            raise InputError("forwarded_ports", sorted(self.forwarded_ports), expected, cause)
         for port in self.forwarded_ports:
             if not 1024 <= port < 1 << 16:
-                raise ValueError(f"forwarded_ports: got {port}, expected 1024 to 65535")
+                raise InputError("forwarded_ports", port, "1024 to 65535")
 
     @property
     def is_isolated(self) -> bool:
@@ -151,8 +160,8 @@ async def start(
             await process.connect()
     except TimeoutError as error:
         await process.kill()
-        text = f"{command.command[0]} did not start within {timeout_s:g} s"
-        raise CommandStartError(f"{text}{process.stderr_note()}") from error
+        reason = f"it was not up within {timeout_s:g} s{process.stderr_note()}"
+        raise CommandStartError(command.command[0], reason) from error
     except BaseException:
         await process.kill()
         raise
@@ -201,7 +210,7 @@ class SandboxedProcess:
             return
         answer += await status.read()
         await self.wait()
-        raise CommandStartError(self._start_error(answer))
+        raise CommandStartError(self._command.command[0], self._start_problem(answer))
 
     @property
     def pid(self) -> int:
@@ -262,19 +271,19 @@ class SandboxedProcess:
         self._transports.append(transport)
         return reader
 
-    def _start_error(self, answer: bytes) -> str:
+    def _start_problem(self, answer: bytes) -> str:
         program = self._command.command[0]
         try:
             _, reason, name = json.loads(answer)
         except ValueError:
-            return f"{program}: the sandbox did not start{self.stderr_note()}"
+            return f"the sandbox did not start{self.stderr_note()}"
         if name.startswith(f"{SOCKET_FOLDER}/"):
             name = str(self._command.forwarded_ports[int(Path(name).name)])
         if name and name != program:
-            return f"{program} does not start: {name}: {reason}"
+            return f"{name}: {reason}"
         path = self._command.environment.get("PATH", DEFAULT_PATH)
         return (
-            f"{program} does not start: {reason}; expected a program in PATH={path}, or a path "
+            f"{reason}; expected a program in PATH={path}, or a path "
             "below /usr, the Python environment or a folder that is listed as read-only"
         )
 
@@ -368,7 +377,7 @@ def _launch(command: SandboxedCommand) -> _Launched:
     """Start the launcher; raises `CommandStartError` or `ValueError`."""
     for path in (*command.read_only, *command.writable, *command.forwarded_ports.values()):
         if command.is_isolated and not path.exists():
-            raise CommandStartError(f"{command.command[0]} does not start: there is no {path}")
+            raise CommandStartError(command.command[0], f"there is no {path}")
     uid_lease = lease_uid() if command.is_isolated else None
     cgroup = Cgroup([])
     status_fd, child_status_fd = os.pipe()
@@ -405,7 +414,7 @@ def _launch(command: SandboxedCommand) -> _Launched:
         if uid_lease is not None:
             uid_lease.close()
         if isinstance(error, OSError):
-            raise CommandStartError(f"{command.command[0]} does not start: {error}") from error
+            raise CommandStartError(command.command[0], str(error)) from error
         raise
     finally:
         for descriptor in descriptors:

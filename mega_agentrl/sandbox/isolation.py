@@ -28,6 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.pre_exec import EXIT_SETUP_FAILED
 from mega_agentrl.sandbox.process import PIPE, run_command, start_child
 
@@ -66,7 +67,7 @@ _OWNED_MARKER = "owned:"
 """Prefix of such a path whose owner the sandbox's user is to stand for."""
 
 _GUEST_ID = "1000"
-_CHECK_TIMEOUT_S = 20.0
+_CHECK_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +86,12 @@ def find_bubblewrap() -> str:
     """Return the absolute path of `bwrap`; raises `ValueError` if it is not installed."""
     path = shutil.which("bwrap")
     if path is None:
-        raise ValueError(
-            "sandbox: program bwrap not found on PATH, expected bubblewrap; install the system "
-            "package `bubblewrap` (apt-get install bubblewrap). For trusted code only: "
-            "tool.python.isolation=none"
+        raise InputError(
+            "program bwrap of the sandbox",
+            "none on PATH",
+            "bubblewrap",
+            "the system package `bubblewrap` is not installed (apt-get install bubblewrap). For "
+            "trusted code only: tool.python.isolation=none",
         )
     return path
 
@@ -103,15 +106,17 @@ def check_isolation(user: int | None = None) -> None:
     try:
         code, error = run_command(command, timeout_s=_CHECK_TIMEOUT_S)
     except TimeoutError as slow:
-        raise ValueError(f"sandbox: {slow}; expected an answer at once") from slow
+        raise InputError("program bwrap of the sandbox", str(slow), "an answer at once") from slow
     if code == EXIT_SETUP_FAILED:
         raise ValueError(f"sandbox: {error}")
     if code != 0:
-        raise ValueError(
-            f"sandbox: bwrap failed with exit code {code}: {error or 'no message'}; expected user, "
-            "mount, PID and network namespaces. Probable cause: a container or kernel that does "
-            "not allow user namespaces (sysctl user.max_user_namespaces, "
-            "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns)"
+        raise InputError(
+            "program bwrap of the sandbox",
+            f"exit code {code}: {error or 'no message'}",
+            "user, mount, PID and network namespaces",
+            "a container or kernel that does not allow user namespaces (sysctl "
+            "user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns)",
         )
 
 
@@ -276,10 +281,11 @@ def interpreter_folders() -> list[Path]:
     folders: list[Path] = []
     for folder in sorted(set(prefixes)):
         if folder.is_relative_to("/tmp"):
-            raise ValueError(
-                f"sandbox: the Python interpreter lies in {folder}; expected a place outside /tmp, "
-                "which sandboxes replace. Probable cause: Python was unpacked there; create .venv "
-                "with another one (make env PYTHON=...)"
+            raise InputError(
+                "folder of the Python interpreter",
+                folder,
+                "a place outside /tmp, which sandboxes replace",
+                "Python was unpacked there; create .venv with another one (make env PYTHON=...)",
             )
         if folder == Path("/"):
             continue

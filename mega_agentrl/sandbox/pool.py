@@ -24,6 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.cgroup import remove_stale_cgroups
 from mega_agentrl.sandbox.client import (
     MAX_OUTPUT_CHARS,
@@ -115,9 +117,7 @@ class SandboxPool:
             SandboxLostError: No sandbox could be started.
         """
         if self._config.mode is not PythonMode.stateful:
-            raise ValueError(
-                f"tool.python.mode={self._config.mode}: expected stateful for a session"
-            )
+            raise ConfigError("tool.python.mode", self._config.mode, "stateful for a session")
         opening = asyncio.ensure_future(self._run_in_thread(self._open_blocking))
         try:
             session: SandboxSession = await asyncio.shield(opening)
@@ -146,12 +146,13 @@ class SandboxPool:
 
     def _start_error(self, failure: SandboxLostError) -> ValueError:
         """Return the error of a pool whose sandboxes do not start."""
-        return ValueError(
-            f"tool.python: a sandbox did not start ({failure}); expected a warm "
-            "interpreter. Probable cause: nested user namespaces or (mode=stateful) ptrace or "
-            "seccomp user notification are not allowed here, or a module of "
-            f"tool.python.preload_modules={list(self._config.preload_modules)} "
-            "cannot be imported"
+        return InputError(
+            "tool.python",
+            f"a sandbox that did not start ({failure})",
+            "a warm interpreter",
+            "nested user namespaces or (mode=stateful) ptrace or seccomp user notification are "
+            "not allowed here, or a module of tool.python.preload_modules="
+            f"{list(self._config.preload_modules)} cannot be imported",
         )
 
     def _check_and_configure(self) -> None:

@@ -25,6 +25,8 @@ import tempfile
 from functools import cache
 from typing import Any
 
+from mega_agentrl.errors import InputError
+
 _REFERRED_CLONE_FLAGS = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000
 _REFERRED_CLONE_FLAGS |= 0x40000000 | 0x00800000
 """All new namespaces, and CLONE_UNTRACED, which would hide a child from `guest.clone_tracer`."""
@@ -62,13 +64,15 @@ def build_seccomp_filter(*, stateful: bool) -> bytes:
         ValueError: libseccomp is missing or the machine's architecture is not supported.
     """
     if platform.machine() not in ("x86_64", "aarch64"):
-        raise ValueError(f"sandbox: machine {platform.machine()}, expected x86_64 or aarch64")
+        raise InputError("machine of the sandbox", platform.machine(), "x86_64 or aarch64")
     try:
         import pyseccomp as seccomp
     except (ImportError, RuntimeError, OSError) as error:
-        raise ValueError(
-            f"sandbox: libseccomp cannot be loaded ({error}); install the system package "
-            "`libseccomp2` (apt-get install libseccomp2)"
+        raise InputError(
+            "libseccomp",
+            str(error),
+            "a library that can be loaded",
+            "the system package `libseccomp2` is not installed (apt-get install libseccomp2)",
         ) from error
     seccomp_filter = seccomp.SyscallFilter(seccomp.ALLOW)
     seccomp_filter.set_attr(seccomp.Attr.ACT_BADARCH, seccomp.ERRNO(errno.ENOSYS))

@@ -11,6 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from mega_agentrl.errors import InputError
+
 UID_RANGE = range(60706, 61184)
 
 _LOCK_FOLDERS = ("/run/mega_agentrl", "/tmp/mega_agentrl-users")
@@ -60,11 +62,12 @@ def lease_uid() -> UidLease | None:
             os.close(lock_fd)
             continue
         return UidLease(uid, lock_fd)
-    raise ValueError(
-        f"sandbox: no free user id among {UID_RANGE.start} to {UID_RANGE.stop - 1} "
-        f"({len(usable_uids)} usable, all in use); expected one for each sandbox. "
-        "Probable cause: too many tool.python.num_workers, or MCP servers of trajectories "
-        "(tool.mcp, per_trajectory), on this host, or a container that maps few ids"
+    raise InputError(
+        "free user ids for sandboxes",
+        f"0 of {len(usable_uids)} usable among {UID_RANGE.start} to {UID_RANGE.stop - 1}",
+        "one for each sandbox",
+        "too many tool.python.num_workers, or MCP servers of trajectories (tool.mcp, "
+        "per_trajectory), on this host, or a container that maps few ids",
     )
 
 
@@ -78,9 +81,8 @@ def _lock_folder() -> Path:
         info = folder.lstat()
         if folder.is_dir() and not folder.is_symlink() and info.st_uid == os.geteuid():
             return folder
-    raise ValueError(
-        f"sandbox: none of {_LOCK_FOLDERS} can be created; expected a folder for lock files"
-    )
+    expected = "a folder for lock files that this user can create"
+    raise InputError("folders of the sandboxes' lock files", _LOCK_FOLDERS, expected)
 
 
 def _uid_map_rows() -> list[tuple[int, int, int]]:

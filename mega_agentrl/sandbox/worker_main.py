@@ -34,6 +34,7 @@ import traceback
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.guest.channel import Channel
 from mega_agentrl.sandbox.guest.processes import kill_descendants
 
@@ -140,29 +141,28 @@ def load_function(function: str) -> Callable[..., object]:
     """
     module, colon, name = function.partition(":")
     if not (module and colon and name):
-        raise ValueError(f"function={function!r}: expected module:name")
+        raise InputError("function", function, "module:name")
     attribute = getattr(importlib.import_module(module), name, None)
     if not callable(attribute):
-        raise ValueError(  # noqa: TRY004
-            f"function={function}: {module} has no callable {name}, got {attribute!r}"
-        )
+        cause = f"{module} has no callable {name}, but {attribute!r}"
+        raise InputError("function", function, "module:name of a callable", cause)
     return attribute  # type: ignore[no-any-return]
 
 
-def to_json(value: object) -> str:
+def to_json(value: object, name: str = "value") -> str:
     """Return a value as JSON text; numpy and torch scalars and arrays become numbers and lists.
 
     Raises:
-        ValueError: A type has no JSON form (the error names it), or the text is too long.
+        InputError: A type has no JSON form (the error names it), or the text is too long.
     """
     try:
         text = json.dumps(value, default=_json_default)
-    except RecursionError as error:
-        raise ValueError("a value is nested too deeply or contains itself") from error
-    except TypeError as error:
-        raise ValueError(f"{error}; expected numbers, text, lists and objects") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        expected = "numbers, text, lists and objects, none in itself and not nested too deeply"
+        raise InputError(name, type(value).__name__, expected, str(error)) from error
     if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(text)} bytes of JSON, expected at most {MAX_JSON_BYTES}")
+        expected = f"at most {MAX_JSON_BYTES} bytes of JSON"
+        raise InputError(name, f"{len(text)} bytes", expected)
     return text
 
 

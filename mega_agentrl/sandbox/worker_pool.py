@@ -36,6 +36,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.guest.channel import CONNECTION_ERRORS, Channel
 from mega_agentrl.sandbox.process import kill_child, read_log_tail, start_child
 from mega_agentrl.sandbox.worker_main import MAX_JSON_BYTES, to_json
@@ -47,14 +48,25 @@ _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from mega_agentrl.sandbox.worker_main import main; main(int(sys.argv[2]))"
 )
-_EXIT_WAIT_S = 5.0
+_EXIT_WAIT_S = 60.0
+"""Time for the guard to end the worker's processes; longer than it gives them to stop."""
 _LOG_TAIL_BYTES = 2000
 _MAX_ATTEMPTS = 2
 _logger = logging.getLogger(__name__)
 
 
 class WorkerCallError(RuntimeError):
-    """A call failed; the message names the function and the reason."""
+    """A call failed.
+
+    Attributes:
+        function: Name of the function.
+        reason: Why the call failed.
+    """
+
+    def __init__(self, function: str, reason: str) -> None:
+        super().__init__(f"{function}: {reason}")
+        self.function = function
+        self.reason = reason
 
 
 class FunctionFailedError(WorkerCallError):
@@ -64,13 +76,24 @@ class FunctionFailedError(WorkerCallError):
         traceback: The worker's traceback as text.
     """
 
-    def __init__(self, message: str, traceback: str) -> None:
-        super().__init__(message)
+    def __init__(self, function: str, reason: str, traceback: str) -> None:
+        super().__init__(function, reason)
         self.traceback = traceback
 
 
 class WorkerTimeoutError(WorkerCallError):
-    """The function ran past its deadline; its worker was killed."""
+    """The function, or its import, ran past its deadline; its worker was killed.
+
+    Attributes:
+        timeout_s: The limit.
+        output: End of what the worker had written.
+    """
+
+    def __init__(self, function: str, reason: str, timeout_s: float, output: str) -> None:
+        text = f"{reason} within {timeout_s:g} s; its worker is killed"
+        super().__init__(function, text + _output_note(output))
+        self.timeout_s = timeout_s
+        self.output = output
 
 
 class WorkerLostError(WorkerCallError):
@@ -78,11 +101,23 @@ class WorkerLostError(WorkerCallError):
 
     Attributes:
         may_have_run: Whether the function may have run.
+        exit_code: The worker's, 128 more than the signal that killed it; None if unknown.
+        output: End of what the worker had written.
     """
 
-    def __init__(self, message: str, *, may_have_run: bool) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        function: str,
+        reason: str,
+        *,
+        may_have_run: bool,
+        exit_code: int | None = None,
+        output: str = "",
+    ) -> None:
+        super().__init__(function, reason + _output_note(output))
         self.may_have_run = may_have_run
+        self.exit_code = exit_code
+        self.output = output
 
 
 class PoolClosedError(WorkerCallError):
@@ -102,11 +137,9 @@ class WorkerCall:
 
 
 def make_worker_call(function: str, arguments: Mapping[str, object]) -> WorkerCall:
-    """Return the call; raises `ValueError` for arguments without a JSON form or too long."""
-    try:
-        return WorkerCall(function=function, arguments=to_json(dict(arguments)))
-    except ValueError as error:
-        raise ValueError(f"arguments of {function}: {error}") from error
+    """Return the call; raises `InputError` for arguments without a JSON form or too long."""
+    text = to_json(dict(arguments), f"arguments of {function}")
+    return WorkerCall(function=function, arguments=text)
 
 
 class WorkerPool:
@@ -129,11 +162,10 @@ class WorkerPool:
         environment: Mapping[str, str] | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0:
-            raise ValueError(
-                f"num_workers={num_workers}, timeout_s={timeout_s:g}: expected at least 1 and "
-                "above 0"
-            )
+        if num_workers < 1:
+            raise InputError("num_workers", num_workers, "at least 1")
+        if timeout_s <= 0:
+            raise InputError("timeout_s", timeout_s, "above 0")
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -187,7 +219,7 @@ class WorkerPool:
         call = make_worker_call(function, arguments)
         with self._lock:
             if self._closed:
-                raise PoolClosedError(f"{function}: the worker pool is closed")
+                raise PoolClosedError(function, "the worker pool is closed")
             if not self._threads:
                 raise RuntimeError(f"{function}: the worker pool is not started; call start()")
             self._calls.put(call)
@@ -237,8 +269,8 @@ class WorkerPool:
                         self._num_replaced += 1
                 worker = None
                 if self._closed:
-                    message = f"{call.function}: the worker pool was closed"
-                    call.future.set_exception(PoolClosedError(message))
+                    closed = PoolClosedError(call.function, "the worker pool was closed")
+                    call.future.set_exception(closed)
                     return None
                 is_repeatable = isinstance(error, WorkerLostError) and not error.may_have_run
                 if not is_repeatable or attempt == _MAX_ATTEMPTS:
@@ -301,7 +333,7 @@ class _WorkerProcess:
         except (OSError, RuntimeError) as error:  # RuntimeError: our interpreter is shutting down
             pool_end.close()
             self._log.close()
-            raise WorkerLostError(f"worker did not start: {error}", may_have_run=False) from error
+            raise WorkerLostError("worker start", str(error), may_have_run=False) from error
         self._channel = Channel(pool_end, max_bytes=4 * MAX_JSON_BYTES)
 
     def wait_until_ready(self, environment: Mapping[str, str], timeout_s: float) -> None:
@@ -318,7 +350,7 @@ class _WorkerProcess:
         if answer["event"] == "started":
             answer = self._receive(call.function, timeout_s, may_have_run=True)
         if answer["event"] == "failed":
-            raise FunctionFailedError(f"{call.function}: {answer['error']}", answer["traceback"])
+            raise FunctionFailedError(call.function, answer["error"], answer["traceback"])
         return json.loads(answer["value"])
 
     def shutdown(self) -> None:
@@ -345,8 +377,7 @@ class _WorkerProcess:
             return self._channel.receive(timeout_s=timeout_s)
         except TimeoutError as error:
             failure = "did not return" if may_have_run else "was not imported"
-            message = f"{what}: {failure} within {timeout_s:g} s; its worker is killed"
-            raise WorkerTimeoutError(message + self._log_tail()) from error
+            raise WorkerTimeoutError(what, failure, timeout_s, self._log_tail()) from error
         except CONNECTION_ERRORS as error:
             raise self._lost_error(what, may_have_run=may_have_run) from error
 
@@ -354,17 +385,26 @@ class _WorkerProcess:
         """Return the error, with the worker's exit status and the end of its output."""
         self.shutdown()
         self._wait_for_exit()
-        text = f"{what}: the worker died ({_describe_exit(self._child.poll())})"
-        return WorkerLostError(text + self._log_tail(), may_have_run=may_have_run)
+        exit_code = self._child.poll()
+        return WorkerLostError(
+            what,
+            f"the worker died ({_describe_exit(exit_code)})",
+            may_have_run=may_have_run,
+            exit_code=exit_code,
+            output=self._log_tail(),
+        )
 
     def _log_tail(self) -> str:
-        log_tail = read_log_tail(self._log, _LOG_TAIL_BYTES)
-        return f"; it wrote: {log_tail}" if log_tail else ""
+        return read_log_tail(self._log, _LOG_TAIL_BYTES)
 
     def _wait_for_exit(self) -> None:
         """Give the guard time to end the worker."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(_EXIT_WAIT_S)
+
+
+def _output_note(output: str) -> str:
+    return f"; it wrote: {output}" if output else ""
 
 
 def _describe_exit(code: int | None) -> str:

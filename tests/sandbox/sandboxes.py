@@ -17,7 +17,7 @@ STATEFUL = {"mode": PythonMode.stateful, "num_workers": 2}
 
 async def start_pool(**changes):
     """A started pool of one sandbox without preloaded modules; works from any event loop."""
-    values = {"num_workers": 1, "timeout_s": 10.0, "memory_limit_mib": 256, "preload_modules": []}
+    values = {"num_workers": 1, "timeout_s": 60.0, "memory_limit_mib": 256, "preload_modules": []}
     pool = SandboxPool(PythonToolConfig(**(values | changes)))
     await pool.start()
     return pool
@@ -49,7 +49,7 @@ def named(code):
     return f"open('/proc/self/comm', 'w').write({name!r})\n{code}", name
 
 
-def wait_until_running(name, number=1, timeout_s=30.0):
+def wait_until_running(name, number=1, timeout_s=120.0):
     """Return once so many processes are called `name`: code made by `named` has begun."""
     deadline = time.monotonic() + timeout_s
     while len(pids_named(name)) < number:

@@ -26,7 +26,7 @@ def test_limits_bind_and_the_group_goes(group):
     command = ["/bin/sh", "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         group.add(child.pid)
-        _, error = child.communicate(b"go\n", timeout=20)
+        _, error = child.communicate(b"go\n", timeout=120)
     assert b"fork" in error
     folders = [Path(entrance).parent for entrance in group.procs_files]
     for entrance in group.procs_files:
@@ -50,9 +50,9 @@ def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypa
     assert not any(folder.exists() for folder in folders)
 
 
-def test_a_process_that_was_not_moved_is_told(tmp_path):
+def test_adding_a_process_that_is_not_moved_fails(tmp_path):
     (tmp_path / "cgroup.procs").symlink_to(os.devnull)  # takes every id and has none
-    with pytest.raises(OSError, match=f"process {os.getpid()} is not in the control group"):
+    with pytest.raises(ProcessLookupError):
         cgroup.Cgroup([tmp_path]).add(os.getpid())
 
 
@@ -72,7 +72,7 @@ def test_a_launcher_of_another_pid_namespace_leaves_the_group(group):
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
     if subprocess.run([*command[:4], "true"], capture_output=True).returncode:
         pytest.skip("needs the right to make PID namespaces")
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=120)
     assert Path(group.procs_files[0]).exists()
 
 

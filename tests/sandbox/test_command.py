@@ -2,25 +2,30 @@
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox import command as command_module
 from mega_agentrl.sandbox.command import CommandStartError, SandboxedCommand, start
-from tests.escape.outside import pids_named
+from tests.escape.outside import vanish
 from tests.sandbox.sandboxes import named, wait_until_running
 
 ROOT = Path(__file__).parents[2]
-both_isolations = pytest.mark.parametrize("isolation", list(SandboxIsolation))
-DEADLINE_S = 60.0
+both_isolations = pytest.mark.parametrize(
+    "isolation",
+    [
+        SandboxIsolation.bubblewrap,
+        pytest.param(SandboxIsolation.none, marks=pytest.mark.extended),
+    ],
+)
+DEADLINE_S = 120.0
 
 
 @asynccontextmanager
@@ -63,7 +68,7 @@ async def test_a_signal_is_reported_as_a_shell_does(isolation):
 async def test_without_network_the_host_cannot_be_reached():
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('reached')"
+    code = f"import socket; socket.create_connection(('127.0.0.1', {port}), 60); print('reached')"
     async with server:
         async with running(*python(code)) as process:
             assert await process.wait() == 1
@@ -132,8 +137,9 @@ async def test_a_socket_that_the_sandbox_may_not_use_is_named(tmp_path):
     path.chmod(0o400)
     command = SandboxedCommand(command=("true",), forwarded_ports={8080: path})
     async with server:
-        with pytest.raises(CommandStartError, match=re.escape(str(path))):
+        with pytest.raises(CommandStartError) as caught:
             await start(command)
+    assert str(path) in caught.value.reason
 
 
 async def test_it_sees_and_changes_only_what_is_listed(tmp_path):
@@ -159,7 +165,7 @@ async def test_kill_ends_what_the_command_started(isolation):
         await asyncio.to_thread(wait_until_running, name)
         await asyncio.gather(process.kill(), process.wait(), process.kill())
         assert process.returncode == 128 + signal.SIGKILL
-    assert not pids_named(name)
+    assert vanish(name)
 
 
 async def test_what_the_command_left_behind_ends_with_it():
@@ -170,7 +176,7 @@ async def test_what_the_command_left_behind_ends_with_it():
     )
     async with running(*python(script)) as process:
         assert await process.wait() == 0
-    assert not pids_named(name)
+    assert vanish(name)
 
 
 @both_isolations
@@ -191,10 +197,7 @@ def test_it_ends_with_its_parent(isolation):
     finally:
         parent.kill()
         parent.wait(DEADLINE_S)
-    deadline = time.monotonic() + DEADLINE_S
-    while pids_named(name):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert vanish(name)
 
 
 @pytest.mark.parametrize(
@@ -212,17 +215,18 @@ async def test_a_command_that_does_not_start_is_named(command, options, words):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "name"),
     [
-        pytest.param({"command": ()}, id="no-command"),
-        pytest.param({"network": NetworkAccess.host}, id="network-of-the-host"),
-        pytest.param({"isolation": SandboxIsolation.none}, id="no-isolation"),
-        pytest.param({"forwarded_ports": {80: Path("/s")}}, id="privileged-port"),
+        pytest.param({"command": ()}, "command", id="no-command"),
+        pytest.param({"network": NetworkAccess.host}, "forwarded_ports", id="network-of-the-host"),
+        pytest.param({"isolation": SandboxIsolation.none}, "forwarded_ports", id="no-isolation"),
+        pytest.param({"forwarded_ports": {80: Path("/s")}}, "forwarded_ports", id="low-port"),
     ],
 )
-def test_impossible_combinations_are_refused(options):
-    with pytest.raises(ValueError, match="expected"):
+def test_impossible_combinations_are_refused(options, name):
+    with pytest.raises(InputError) as caught:
         SandboxedCommand(**{"command": ("true",), "forwarded_ports": {8080: Path("/s")}} | options)
+    assert caught.value.name == name
 
 
 async def test_a_flood_of_output_is_bounded():
@@ -230,10 +234,13 @@ async def test_a_flood_of_output_is_bounded():
     command = SandboxedCommand(command=("sh", "-c", "yes error >&2 & exec yes | tr -d '\\n'"))
     process = await start(command, max_line_bytes=limit)
     try:
-        await asyncio.sleep(0.5)
-        assert 0 < len(process.stdout._buffer) < 8 * limit
-        assert 0 < len(process.stderr_tail()) <= 8192
-        with pytest.raises(ValueError, match="limit"):
+        async with asyncio.timeout(DEADLINE_S):
+            while not (len(process.stdout._buffer) > limit and process.stderr_tail()):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # more could come
+        assert len(process.stdout._buffer) < 8 * limit
+        assert len(process.stderr_tail()) <= 8192
+        with pytest.raises(ValueError):  # a line longer than the limit
             await process.stdout.readline()
     finally:
         await process.kill()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.isolation import (
     GUEST_PATH,
     check_isolation,
@@ -18,8 +19,9 @@ from mega_agentrl.sandbox.isolation import (
 
 def test_missing_program_names_the_package(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="`bubblewrap`"):
+    with pytest.raises(InputError) as caught:
         check_isolation()
+    assert "`bubblewrap`" in caught.value.cause
 
 
 def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
@@ -27,8 +29,9 @@ def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
     program.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2; exit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="No permissions to create new namespace"):
+    with pytest.raises(InputError) as caught:
         check_isolation()
+    assert caught.value.got == "exit code 1: No permissions to create new namespace"
 
 
 def test_only_the_interpreter_is_bound_and_read_only():
@@ -76,5 +79,6 @@ def test_an_environment_below_tmp_is_seen_elsewhere(monkeypatch):
 
 def test_an_interpreter_below_tmp_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "base_prefix", "/tmp/python")
-    with pytest.raises(ValueError, match="/tmp/python"):
+    with pytest.raises(InputError) as caught:
         interpreter_folders()
+    assert caught.value.got == Path("/tmp/python")

@@ -20,7 +20,7 @@ def run(*prefix, **job):
     job = {"cgroups": [], "user": None, "folders": []} | job
     job = {"owned": [False] * len(job["folders"])} | job
     command = [*prefix, sys.executable, "-I", "-S", pre_exec.__file__, json.dumps(job)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_without_a_user_it_only_runs_the_command():

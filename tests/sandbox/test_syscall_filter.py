@@ -7,6 +7,7 @@ import platform
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox import syscall_filter
 from mega_agentrl.sandbox.syscall_filter import (
     DENIED_SYSCALLS,
@@ -110,12 +111,15 @@ def test_missing_library_names_the_package(monkeypatch):
 
     syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(ValueError, match="`libseccomp2`"):
+    with pytest.raises(InputError) as caught:
         build_seccomp_filter(stateful=False)
+    assert caught.value.name == "libseccomp"
+    assert "`libseccomp2`" in caught.value.cause
 
 
 def test_another_machine_is_refused(monkeypatch):
     syscall_filter.build_seccomp_filter.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "s390x")
-    with pytest.raises(ValueError, match="s390x"):
+    with pytest.raises(InputError) as caught:
         build_seccomp_filter(stateful=False)
+    assert caught.value.got == "s390x"

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox import uid_lease
 from mega_agentrl.sandbox.uid_lease import UID_RANGE, lease_uid, needs_dedicated_uid
 
@@ -39,10 +40,11 @@ def test_nobody_shares_a_user():
 
 
 @needs_root
-def test_none_left_is_said(monkeypatch):
+def test_a_lease_fails_if_all_user_ids_are_in_use(monkeypatch):
     monkeypatch.setattr(uid_lease, "UID_RANGE", range(60706, 60706))
-    with pytest.raises(ValueError, match="no free user id"):
+    with pytest.raises(InputError) as caught:
         lease_uid()
+    assert caught.value.name == "free user ids for sandboxes"
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,25 @@ import json
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.worker_main import MAX_JSON_BYTES, load_function, to_json
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "named"),
-    [
-        ("math.sqrt", ValueError, "expected module:name"),
-        (":sqrt", ValueError, "expected module:name"),
-        ("math:", ValueError, "expected module:name"),
-        ("math:nothing", ValueError, "nothing"),
-        ("math:pi", ValueError, r"3\.14"),
-        ("no_such_module:f", ModuleNotFoundError, "no_such_module"),
-    ],
-    ids=["no colon", "no module", "no name", "unknown", "not callable", "no import"],
+    "function",
+    ["math.sqrt", ":sqrt", "math:", "math:nothing", "math:pi"],
+    ids=["no colon", "no module", "no name", "unknown", "not callable"],
 )
-def test_a_function_that_cannot_be_loaded_is_refused(function, error, named):
-    with pytest.raises(error, match=named):
+def test_a_function_that_does_not_exist_is_refused(function):
+    with pytest.raises(InputError) as caught:
         load_function(function)
+    assert caught.value.got == function
+
+
+def test_a_function_whose_module_cannot_be_imported_is_refused():
+    with pytest.raises(ModuleNotFoundError) as caught:
+        load_function("no_such_module:f")
+    assert caught.value.name == "no_such_module"
 
 
 class Scalar:
@@ -39,12 +40,13 @@ def test_a_value_without_a_json_form_is_refused():
     itself.append(itself)
     for _ in range(100_000):
         deep = [deep]
-    for value, named in (
-        ({"a": {1, 2}}, "type set"),
-        ({(1, 2): 1}, "keys must be str"),
-        ("x" * MAX_JSON_BYTES, f"at most {MAX_JSON_BYTES}"),
-        (itself, "Circular reference"),
-        (deep, "nested too deeply"),
+    for value, got in (
+        ({"a": {1, 2}}, "dict"),
+        ({(1, 2): 1}, "dict"),
+        ("x" * MAX_JSON_BYTES, f"{MAX_JSON_BYTES + 2} bytes"),
+        (itself, "list"),
+        (deep, "list"),
     ):
-        with pytest.raises(ValueError, match=named):
-            to_json(value)
+        with pytest.raises(InputError) as caught:
+            to_json(value, "answer")
+        assert (caught.value.name, caught.value.got) == ("answer", got)

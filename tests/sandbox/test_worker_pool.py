@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.guest.processes import child_pids, process_state
 from mega_agentrl.sandbox.worker_pool import (
     FunctionFailedError,
@@ -25,7 +26,7 @@ from mega_agentrl.sandbox.worker_pool import (
 from tests.sandbox.guest.guest_program import wait_for
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def name(function):
@@ -37,7 +38,7 @@ def is_gone(pid):
 
 
 @contextlib.contextmanager
-def running(num_workers=1, timeout_s=20.0, **options):
+def running(num_workers=1, timeout_s=60.0, **options):
     pool = WorkerPool(num_workers, timeout_s, **options)
     pool.start()
     try:
@@ -116,17 +117,18 @@ def test_printing_neither_disturbs_the_protocol_nor_fills_the_log():
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("fail", "KeyError: 'wrong'"),
-        ("leave", "SystemExit: 3"),
-        ("no_json", "type Fraction"),
-        ("nothing", "no callable nothing"),
+        ("fail", "KeyError"),
+        ("leave", "SystemExit"),
+        ("no_json", "mega_agentrl.errors.InputError"),
+        ("nothing", "mega_agentrl.errors.InputError"),
     ],
 )
 def test_a_function_that_fails_costs_no_worker(pool, function, expected):
     before = pool.num_replaced
-    with pytest.raises(FunctionFailedError, match=expected) as caught:
+    with pytest.raises(FunctionFailedError) as caught:
         call(pool, function)
-    assert name(function) in str(caught.value)
+    assert caught.value.function == name(function)
+    assert caught.value.reason.partition(":")[0] == expected
     assert "Traceback" in caught.value.traceback
     assert pool.num_replaced == before
 
@@ -145,17 +147,26 @@ def test_a_fork_that_comes_back_answers_once(pool):
         assert call(pool, "add", a=5) == 5
 
 
-def test_a_hanging_worker_is_killed_and_replaced_and_its_call_runs_once(tmp_path):
-    """With all that its function started."""
-    file = tmp_path / "pids"
-    with running(2, timeout_s=2.0) as pool:
-        call(pool, "add", a=1)
-        hanging = pool.submit(name("sleeper"), {"file": str(file)})
+def test_a_hanging_call_does_not_hold_the_others(tmp_path):
+    with running(2, timeout_s=600.0) as pool:
+        hanging = pool.submit(name("sleeper"), {"file": str(tmp_path / "pids")})
         others = [pool.submit(name("add"), {"a": i}) for i in range(20)]
         assert [other.result(WAIT_S) for other in others] == list(range(20))
         assert not hanging.done()
-        with pytest.raises(WorkerTimeoutError, match=r"within 2 s; .*: going"):
+
+
+def test_a_hanging_worker_is_killed_and_replaced_and_its_call_runs_once(tmp_path):
+    """With all that its function started."""
+    file = tmp_path / "pids"
+    with running() as pool:
+        pool._timeout_s = 2.0
+        hanging = pool.submit(name("sleeper"), {"file": str(file)})
+        wait_for(lambda: hanging.running())
+        with pytest.raises(WorkerTimeoutError) as caught:
             hanging.result(WAIT_S)
+        pool._timeout_s = 60.0
+        assert (caught.value.function, caught.value.timeout_s) == (name("sleeper"), 2.0)
+        assert caught.value.output == "going to sleep"
         pids = [int(pid) for pid in file.read_text().split()]
         assert len(pids) == 3
         assert all(map(is_gone, pids))
@@ -164,15 +175,17 @@ def test_a_hanging_worker_is_killed_and_replaced_and_its_call_runs_once(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("function", "how"),
-    [("note_and_die", r"exit code 7\); it wrote: last words"), ("kill_itself", "by signal 9")],
+    ("function", "exit_code", "output"),
+    [("note_and_die", 7, "last words"), ("kill_itself", 128 + signal.SIGKILL, "")],
+    ids=["exit", "signal"],
 )
-def test_a_worker_that_dies_is_replaced_and_its_call_fails(tmp_path, function, how):
+def test_a_worker_that_dies_is_replaced_and_its_call_fails(tmp_path, function, exit_code, output):
     notes = tmp_path / "notes"
     arguments = {"file": str(notes), "code": 7} if function == "note_and_die" else {}
     with running() as pool:
-        with pytest.raises(WorkerLostError, match=how) as caught:
+        with pytest.raises(WorkerLostError) as caught:
             call(pool, function, **arguments)
+        assert (caught.value.exit_code, caught.value.output) == (exit_code, output)
         assert caught.value.may_have_run
         assert call(pool, "add", a=1) == 1
         assert pool.num_replaced == 1
@@ -300,27 +313,33 @@ def test_a_pool_whose_warm_up_fails_does_not_start():
     before = set(child_pids(os.getpid()))
     warm_up = [make_worker_call(name("add"), {"a": 1}), make_worker_call(name("fail"), {})]
     pool = WorkerPool(2, 1.0, warm_up=warm_up)
-    with pytest.raises(ValueError, match="worker_functions:fail: KeyError"):
+    with pytest.raises(ValueError) as caught:
         pool.start()
+    assert isinstance(caught.value.__cause__, FunctionFailedError)
+    assert caught.value.__cause__.function == name("fail")
     assert set(child_pids(os.getpid())) <= before
 
 
 def test_a_worker_that_does_not_come_up_in_time():
-    slow = make_worker_call(name("note_and_sleep"), {"file": os.devnull, "sleep_s": 60})
+    slow = make_worker_call(name("note_and_sleep"), {"file": os.devnull, "sleep_s": 600})
     pool = WorkerPool(1, 1.0, warm_up=[slow], start_timeout_s=1.0)
     # On a slow machine the interpreter itself, or the import, is what does not come up in time.
-    with pytest.raises(ValueError, match=r"(note_and_sleep|worker start): .* within 1 s"):
+    with pytest.raises(ValueError) as caught:
         pool.start()
+    assert isinstance(caught.value.__cause__, WorkerTimeoutError)
+    assert caught.value.__cause__.timeout_s == 1.0
 
 
-def test_wrong_use():
-    for num_workers, timeout_s, named in ((0, 1.0, "num_workers=0"), (1, 0.0, "timeout_s=0")):
-        with pytest.raises(ValueError, match=named):
+def test_invalid_arguments_and_a_pool_that_is_not_started_are_refused():
+    for num_workers, timeout_s, argument in ((0, 1.0, "num_workers"), (1, 0.0, "timeout_s")):
+        with pytest.raises(InputError) as caught:
             WorkerPool(num_workers, timeout_s)
-    with pytest.raises(RuntimeError, match="not started"):
+        assert (caught.value.name, caught.value.got) == (argument, 0)
+    with pytest.raises(RuntimeError):
         WorkerPool(1, 1.0).submit(name("add"), {"a": 1})
-    with pytest.raises(ValueError, match="x:y: a value of type object"):
+    with pytest.raises(InputError) as caught:
         make_worker_call("x:y", {"a": object()})
+    assert caught.value.name == "arguments of x:y"
     unused = WorkerPool(1, 1.0)
     unused.close()
     unused.close()

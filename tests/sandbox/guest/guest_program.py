@@ -16,7 +16,7 @@ from mega_agentrl.sandbox.process import kill_child, start_child
 from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
 from mega_agentrl.sandbox.uid_lease import lease_uid
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Program:

@@ -30,7 +30,7 @@ BEGIN = (
 def run_child(code):
     """The output of `code` in a child process, one JSON object a line."""
     command = [sys.executable, "-B", "-c", BEGIN + code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -44,7 +44,7 @@ def user_namespaces():
         [sys.executable, "-B", "-c", f"{BEGIN}{code}sys.exit(ended(pid))"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=120,
     )
     if done.returncode:
         pytest.skip(f"user namespaces are not to be had here: {done.stderr.strip()[-200:]}")
@@ -114,7 +114,8 @@ def test_clone_while_threads_want_the_interpreter(user_namespaces):
         "sys.setswitchinterval(1e-5); codes = []\n"
         "for _ in range(20):\n"
         "    pid = syscalls.clone(syscalls.INTERPRETER_NAMESPACES)\n"
-        "    if pid == 0: signal.alarm(5); sum(range(10_000)); os._exit(threading.active_count())\n"
+        "    if pid == 0:\n"
+        "        signal.alarm(60); sum(range(10_000)); os._exit(threading.active_count())\n"
         "    codes.append(ended(pid))\n"
         "say(codes=codes); os._exit(0)"
     )
@@ -148,5 +149,5 @@ def test_huge_pages_hold_what_was_there_in_a_fork_too():
         "    os._exit(0 if data[4] == bytes([4]) * 1000 else 1)\n"
         "print(os.waitpid(pid, 0)[1], right())\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.stdout.split() == ["True", "True", "0", "True"], run.stderr

@@ -191,7 +191,7 @@ ROOT = os.path.realpath(os.path.join(os.path.dirname(__file__), "../../.."))
 def ended(script, *arguments, stdout=subprocess.PIPE):
     command = [sys.executable, "-B", "-c", script, *arguments]
     done = subprocess.run(
-        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=30, cwd=ROOT, env={}
+        command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT, env={}
     )
     return done.returncode, done.stdout, done.stderr
 

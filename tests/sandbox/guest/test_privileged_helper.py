@@ -170,10 +170,10 @@ def test_depth_is_bounded(pair):
     os.close(folder)
     other = target / "other"
     other.mkdir()
-    with pytest.raises(OSError, match="nested more than 128 deep") as refused:
+    with pytest.raises(OSError) as refused:
         copy(source, other)
     assert refused.value.errno == errno.ELOOP
-    subprocess.run(["rm", "-rf", str(source)], check=True, timeout=30)  # too deep for pytest
+    subprocess.run(["rm", "-rf", str(source)], check=True, timeout=120)  # too deep for pytest
 
 
 IN_NAMESPACE = (
@@ -207,7 +207,7 @@ HELPER = (
     "def attempt(pid, deadline):\n"
     "    try: privileged_helper.set_up_fork(GuestSettings(), pid, os.getpid(), deadline=deadline)\n"
     "    except OSError as error: errors.append([type(error).__name__, str(error)])\n"
-    "attempt(2**30, time.monotonic() + 20)\n"
+    "attempt(2**30, time.monotonic() + 60)\n"
     "privileged_helper._set_up_fork = lambda *a: time.sleep(60)\n"
     "attempt(2**30, time.monotonic() + 0.2)\n"
     "try: os.waitpid(-1, 0)\n"
@@ -218,7 +218,7 @@ HELPER = (
 
 def run(code, *arguments):
     command = [sys.executable, "-B", "-c", code, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_a_target_too_small_is_told(tmp_path):

@@ -109,7 +109,7 @@ def test_executors_and_annotations_as_anywhere(client):
 )
 def test_ends_of_a_call(client, code, end, number):
     channel, stateful_client = client
-    answer = run(channel, code, timeout_s=0.4 if end == "timeout" else 5.0)
+    answer = run(channel, code, timeout_s=0.4 if end == "timeout" else WAIT_S)
     assert (answer["end"], answer["code"], answer["alive"]) == (end, -number, False)
     after = run(channel, "print('again')")
     assert (after["stdout"], after["state_lost"], after["alive"]) == (
@@ -235,7 +235,7 @@ def test_nonsense_on_one_channel_harms_no_other(stateful, session, nonsense):
 
 def test_two_sessions_run_at_once(stateful, session):
     other = stateful.open_session()
-    begin(session, "import time; time.sleep(60)", timeout_s=60)
+    begin(session, "import time; time.sleep(600)", timeout_s=600)
     assert output(other, "print(2)") == "2"
     session.send({"order": "cancel", "id": 1})
     assert done(session)["end"] == "cancelled"

@@ -39,7 +39,7 @@ def make_project(folder):
 
 def shared_workspace_pool(**changes):
     """A started pool for a fixture of several tests."""
-    values = {"root": "host", "timeout_s": 20.0, "disk_limit_mib": 32, "memory_limit_mib": 512}
+    values = {"root": "host", "timeout_s": 60.0, "disk_limit_mib": 32, "memory_limit_mib": 512}
     pool = WorkspacePool(WorkspaceToolConfig(**(values | changes)))
     asyncio.run(pool.start())
     yield pool
