@@ -77,6 +77,9 @@ COLD_CALLS = 12
 DEADLINE_S = 60.0
 
 
+QUICK_CASES = ["rate/mix", "p50/plain", "p99/numpy", "stateful/p50", "fork/p99", "memory/session"]
+
+
 def case_names() -> list[str]:
     """Return the names of all cases in the order in which they run."""
     names = [f"{what}/{kind}" for what in ("rate", "p50", "p99") for kind in KINDS]
@@ -330,7 +333,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--workers", type=int, default=2)
-    args = parse_options(parser, arguments, calls=12)
+    args = parse_options(parser, arguments, calls=12, cases=QUICK_CASES)
     try:
         chosen = select_cases(args.cases, case_names())
     except ValueError as error:

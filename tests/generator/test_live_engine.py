@@ -297,7 +297,7 @@ def test_pause_holds_new_requests_back(engine):
     engine.call("pause")
     waiting = engine.begin("generate", make_requests("paused", 1)[0])
     with pytest.raises(TimeoutError):
-        waiting.result(0.5)
+        waiting.result(0.3)
     engine.call("resume")
     assert waiting.result(DEADLINE_S).token_ids
 
@@ -383,10 +383,10 @@ def test_a_request_during_an_update_waits_for_it(engine, update, new_folder):
     results = update.move(new_folder, 5)
     waiting = engine.begin("generate", request("waits"))
     with pytest.raises(TimeoutError):
-        waiting.result(1.0)
+        waiting.result(0.3)
     update.prove(5, results)
     with pytest.raises(TimeoutError):
-        waiting.result(0.5)
+        waiting.result(0.3)
     engine.call("resume")
     got = waiting.result(DEADLINE_S)
     assert got.version == 5
@@ -420,7 +420,7 @@ def test_an_engine_refused_by_the_driver_serves_again_after_an_update(engine, up
     engine.call("pause")
     waiting = engine.begin("generate", request("waits for the next"))
     with pytest.raises(TimeoutError):
-        waiting.result(0.5)
+        waiting.result(0.3)
     check_is_refusal(engine.begin("resume"), "the probe differs")
     check_is_refusal(waiting, "the probe differs")
     update.connect()
