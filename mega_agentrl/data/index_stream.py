@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from mega_agentrl.errors import InputError
+
 EpochWeightsFn = Callable[[], Sequence[float]]
 """Returns the weights of the epoch that starts, one per index and not all 0."""
 
@@ -43,7 +45,7 @@ class ShuffledIndexStream:
             epoch_weights_fn: weights of the indices; None gives every index once per epoch.
         """
         if num_items < 1:
-            raise ValueError(f"ShuffledIndexStream: num_items={num_items}, expected at least 1")
+            raise InputError("num_items", num_items, "at least 1")
         self._num_items = num_items
         self._seed = seed
         self._shuffle = shuffle
@@ -94,28 +96,28 @@ class ShuffledIndexStream:
         """Continue exactly where the state was saved; seed and size must be the same."""
         expected = self.state_dict()
         if set(state) != set(expected):
-            raise ValueError(
-                f"sampler state: got keys {sorted(state)}, expected {sorted(expected)}; "
-                "is it from another version, or were weights added or removed?"
-            )
+            cause = "it is from another version, or weights were added or removed"
+            raise InputError("sampler state", sorted(state), f"the keys {sorted(expected)}", cause)
         for key in ("seed", "num_items"):
             if state[key] != expected[key]:
-                raise ValueError(
-                    f"sampler state: {key}={state[key]}, expected {expected[key]}; the run was "
-                    "saved with another seed or another dataset"
-                )
+                cause = "the run was saved with another seed or another dataset"
+                raise InputError(f"sampler state, {key}", state[key], str(expected[key]), cause)
         epoch, position = int(state["epoch"]), int(state["position"])
         order = [int(index) for index in state["order"]] if "order" in state else None
         size = self._num_items if order is None else len(order)
         if epoch < 0 or not 0 <= position <= size:
-            raise ValueError(
-                f"sampler state: epoch={epoch} position={position}, expected epoch >= 0 and "
-                f"position in 0..{size}; the state is damaged"
+            raise InputError(
+                "sampler state, epoch and position",
+                (epoch, position),
+                f"an epoch of at least 0 and a position in 0..{size}",
+                "the state is damaged",
             )
         if order is not None and not all(0 <= index < self._num_items for index in order):
-            raise ValueError(
-                f"sampler state: the order of epoch {epoch} has indices {min(order)} to "
-                f"{max(order)}, expected 0 to {self._num_items - 1}; the state is damaged"
+            raise InputError(
+                f"sampler state, order of epoch {epoch}",
+                f"indices {min(order)} to {max(order)}",
+                f"0 to {self._num_items - 1}",
+                "the state is damaged",
             )
         self._epoch = epoch
         self._position = position
@@ -147,9 +149,10 @@ def systematic_sample_counts(weights: Sequence[float], rng: np.random.Generator)
     """
     weight_N = np.asarray(weights, dtype=np.float64)
     if not np.isfinite(weight_N).all() or weight_N.min() < 0 or weight_N.max() <= 0:
-        raise ValueError(
-            f"weights: got {weight_N.min()} to {weight_N.max()}, expected finite, "
-            "non-negative weights, at least one of them above 0"
+        raise InputError(
+            "weights",
+            f"{weight_N.min()} to {weight_N.max()}",
+            "finite, non-negative weights, at least one of them above 0",
         )
     permutation_N = rng.permutation(len(weight_N))
     cumulative_N = np.floor(np.cumsum(weight_N[permutation_N]) + rng.random()).astype(np.int64)

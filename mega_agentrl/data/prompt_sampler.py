@@ -23,6 +23,7 @@ import numpy as np
 
 from mega_agentrl.config.enums import PromptOrder
 from mega_agentrl.data.index_stream import ShuffledIndexStream
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt
 
 _STATE_KEYS = ("accuracies", "digest", "in_flight", "num_excluded", "requeued", "stream")
@@ -81,14 +82,12 @@ class PromptSampler:
             order: how to order and weigh the prompts.
         """
         if not prompts:
-            raise ValueError("PromptSampler: got 0 prompts, expected at least 1; empty dataset?")
+            raise InputError("prompts", 0, "at least 1", "an empty dataset")
         self._prompts = tuple(prompts)
         self._weights = [1.0] * len(prompts) if weights is None else [float(w) for w in weights]
         if len(self._weights) != len(self._prompts):
-            raise ValueError(
-                f"PromptSampler: got {len(self._weights)} weights for {len(self._prompts)} "
-                "prompts, expected one each"
-            )
+            expected = f"one for each of {len(self._prompts)} prompts"
+            raise InputError("weights", len(self._weights), expected)
         self._lock = threading.Lock()
         self._weights_by_accuracy = order is PromptOrder.difficulty
         self._accuracies: dict[int, float] = {}
@@ -147,10 +146,8 @@ class PromptSampler:
         """
         for prompt_id, accuracy in accuracies.items():
             if prompt_id not in self._index_by_id or not 0 <= accuracy <= 1:
-                raise ValueError(
-                    f"prompt {prompt_id}: got an accuracy of {accuracy}, expected one in [0, 1] "
-                    "and a prompt of this sampler"
-                )
+                expected = "one in [0, 1], of a prompt of this sampler"
+                raise InputError(f"accuracy of prompt {prompt_id}", accuracy, expected)
             if self._weights_by_accuracy:
                 with self._lock:
                     self._accuracies[self._index_by_id[prompt_id]] = float(accuracy)
@@ -189,23 +186,24 @@ class PromptSampler:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where the state was saved, starting with the prompts in flight."""
         if set(state) != set(_STATE_KEYS):
-            raise ValueError(
-                f"sampler state: got keys {sorted(state)}, expected {list(_STATE_KEYS)}; "
-                "is it from another version?"
-            )
+            expected, cause = f"the keys {list(_STATE_KEYS)}", "it is from another version"
+            raise InputError("sampler state", sorted(state), expected, cause)
         if state["digest"] != self._digest:
-            raise ValueError(
-                f"sampler state: prompt digest {state['digest'][:12]}, expected "
-                f"{self._digest[:12]}; data.train is not the dataset the run was saved with, "
-                "or its weights or data.order have changed"
+            raise InputError(
+                "sampler state, digest",
+                state["digest"][:12],
+                self._digest[:12],
+                "data.train is not the dataset the run was saved with, or its weights or "
+                "data.order have changed",
             )
         requeued = [int(index) for index in (*state["in_flight"], *state["requeued"])]
         accuracies = {int(index): float(value) for index, value in state["accuracies"].items()}
         if not all(0 <= index < len(self._prompts) for index in (*requeued, *accuracies)):
-            raise ValueError(
-                f"sampler state: prompts {requeued} are in flight or requeued, and "
-                f"{len(accuracies)} have an accuracy; expected indices in "
-                f"0..{len(self._prompts) - 1}; the state is damaged"
+            raise InputError(
+                "sampler state, indices of prompts",
+                f"{requeued} in flight or requeued, and {len(accuracies)} with an accuracy",
+                f"indices in 0..{len(self._prompts) - 1}",
+                "the state is damaged",
             )
         self._stream.load_state_dict(state["stream"])
         self._requeued, self._in_flight, self._accuracies = requeued, [], accuracies
@@ -241,10 +239,11 @@ class PromptSampler:
         for prompt in prompts:
             index = next((i for i in self._in_flight if self._prompts[i] is prompt), None)
             if index is None:
-                raise ValueError(
-                    f"prompt {prompt.prompt_id}: is not in flight, expected one that "
-                    "`next_prompts` returned and that was neither acked nor nacked; probable "
-                    "cause: two acks"
+                raise InputError(
+                    f"prompt {prompt.prompt_id}",
+                    "one that is not in flight",
+                    "one that `next_prompts` returned and that was neither acked nor nacked",
+                    "two acks",
                 )
             self._in_flight.remove(index)
             indices.append(index)

@@ -24,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
@@ -62,15 +63,15 @@ class PromptTemplate:
         """Render the last user message; `where` names the row in errors."""
         roles = [message["role"] for message in messages]
         if "user" not in roles:
-            raise ValueError(
-                f"{where}: got roles {roles}, expected a user message that "
-                f"data.prompt_template={self._path} can render"
-            )
+            expected = f"a user message that data.prompt_template={self._path} can render"
+            raise InputError(where, f"roles {roles}", expected)
         last = max(index for index, role in enumerate(roles) if role == "user")
         if not isinstance(messages[last]["content"], str):
-            raise ValueError(  # noqa: TRY004
-                f"{where}: got a user message of parts, expected a text that "
-                f"data.prompt_template={self._path} can render; mark its images by <image>"
+            raise InputError(
+                where,
+                "a user message of parts",
+                f"a text that data.prompt_template={self._path} can render; mark its images by "
+                "<image>",
             )
         try:
             text = self._template.render(content=messages[last]["content"], row=row)

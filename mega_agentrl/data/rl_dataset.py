@@ -28,6 +28,7 @@ from mega_agentrl.data.prompt_template import PromptTemplate
 from mega_agentrl.data.remote_files import fetch_to_cache
 from mega_agentrl.data.table_reader import check_columns, drop_nulls, read_rows
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message, Prompt
 from mega_agentrl.vision.placeholders import image_parts, locate_images
 
@@ -124,10 +125,10 @@ def read_prompts(
         unencoded = UnencodedPrompt(prompt, row.location, row.file_weight)
         first = prompts_by_id.setdefault(prompt.prompt_id, unencoded)
         if first is not unencoded:
-            raise ValueError(
-                f"{row.location}: id {prompt.prompt_id} occurs twice, first in {first.location}; "
-                f"expected extra_info.index to be unique within a {config.reward_fn_key}, over all "
-                "files"
+            raise InputError(
+                row.location,
+                f"id {prompt.prompt_id} a second time, first in {first.location}",
+                f"extra_info.index unique within a {config.reward_fn_key}, over all files",
             )
     if images is not None:
         images.verify()
@@ -235,9 +236,10 @@ def _resolve_local_path(file: DataFile, key: str, cache_folder: Path | None) -> 
     if not file.needs_copy:
         return file.path
     if cache_folder is None:
-        raise ValueError(
-            f"{key}={file.path}: expected a path without a scheme, because the caller gave no "
-            "cache folder for remote files"
+        raise ConfigError(
+            key,
+            file.path,
+            "a path without a scheme, because the caller gave no cache folder for remote files",
         )
     return str(fetch_to_cache(file.path, cache_folder, key=key))
 
@@ -251,10 +253,11 @@ def _parse_prompt(
     cell, where = row.values[config.prompt_key], row.location
     if isinstance(cell, str):
         if not cell.strip():
-            raise ValueError(
-                f"{where}, column {config.prompt_key}: got an empty text, expected a question or "
-                "chat messages; probable cause: a row without a prompt, or another column is meant "
-                "(data.prompt_key)"
+            raise InputError(
+                f"{where}, column {config.prompt_key}",
+                cell,
+                "a question or chat messages",
+                "a row without a prompt, or another column is meant (data.prompt_key)",
             )
         cell = [{"role": "user", "content": cell}]
     messages = validate_messages(
@@ -268,9 +271,7 @@ def _parse_prompt(
         refuse_images(row.values, row.location, config)
     source = row.values[config.reward_fn_key]
     if not isinstance(source, str):
-        raise ValueError(  # noqa: TRY004
-            f"{where}, column {config.reward_fn_key}: got {source!r}, expected a string"
-        )
+        raise InputError(f"{where}, column {config.reward_fn_key}", source, "a string")
     extra = drop_nulls(_parse_struct(row.values.get("extra_info"), f"{where}, column extra_info"))
     tools_kwargs = _parse_struct(extra.pop("tools_kwargs", None), f"{where}, tools_kwargs")
     for name, kwargs in tools_kwargs.items():
@@ -368,7 +369,7 @@ def validate_messages(value: Any, where: str, *, with_parts: bool = False) -> tu
     `with_parts` also permits lists of parts as contents (see `prompt_images`).
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{where}: got {value!r}, expected a non-empty list of chat messages")
+        raise InputError(where, value, "a non-empty list of chat messages")
     messages = drop_nulls(value)
     for message in messages:
         fields = message if isinstance(message, dict) else {}
@@ -376,9 +377,7 @@ def validate_messages(value: Any, where: str, *, with_parts: bool = False) -> tu
             _validate_parts(fields["content"], where)
             fields = {**fields, "content": ""}
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            raise ValueError(
-                f"{where}: got message {message!r}, expected string members role and content"
-            )
+            raise InputError(where, message, "a message with string members role and content")
     return tuple(messages)
 
 
@@ -388,10 +387,8 @@ def _validate_parts(parts: Sequence[Any], where: str) -> None:
         kind = fields.get("type")
         is_text = kind == "text" and isinstance(fields.get("text"), str)
         if not is_text and kind not in ("image", "image_url", "video"):
-            raise ValueError(
-                f"{where}: got {part!r:.200} as a part of a message, expected "
-                '{"type": "text", "text": ...} or a part of type image, image_url or video'
-            )
+            expected = '{"type": "text", "text": ...} or a part of type image, image_url or video'
+            raise InputError(f"{where}, part of a message", part, expected)
 
 
 def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:
@@ -409,16 +406,14 @@ def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     except ValueError:
         schemas = cell
     if not isinstance(schemas, list) or not all(isinstance(item, dict) for item in schemas):
-        raise ValueError(
-            f"{where}: got {cell!r:.200}, expected JSON text, a list of function schemas"
-        )
+        raise InputError(where, cell, "JSON text, a list of function schemas")
     return tuple(schemas)
 
 
 def _parse_struct(cell: Any, where: str) -> dict[str, Any]:
     """Return the members of a struct, none for null; raise `ValueError` for anything else."""
     if not isinstance(cell, dict | None):
-        raise ValueError(f"{where}: got {cell!r:.200}, expected a struct")  # noqa: TRY004
+        raise InputError(where, cell, "a struct")
     return cell or {}
 
 
@@ -428,10 +423,8 @@ def _parse_ground_truth(cell: Any, where: str) -> str | tuple[str, ...]:
         return truth
     if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
         return tuple(truth)
-    raise ValueError(
-        f"{where}, column reward_model: got {cell!r}, expected a struct whose ground_truth is a "
-        "string or a non-empty list of strings"
-    )
+    expected = "a struct whose ground_truth is a string or a non-empty list of strings"
+    raise InputError(f"{where}, column reward_model", cell, expected)
 
 
 def truncate_tokens(
@@ -462,10 +455,8 @@ def truncate_tokens(
         return tuple(token_ids)
     size = max_tokens - num_last
     if size < 1:
-        raise ValueError(
-            f"data.max_prompt_tokens={max_tokens}: expected more than the {num_last} tokens of the "
-            "generation prompt"
-        )
+        expected = f"more than the {num_last} tokens of the generation prompt"
+        raise ConfigError("data.max_prompt_tokens", max_tokens, expected)
     body = tuple(token_ids[: len(token_ids) - num_last])
     last = tuple(token_ids[len(token_ids) - num_last :])
     match truncation:
@@ -476,7 +467,7 @@ def truncate_tokens(
         case Truncation.middle:
             return body[: size - size // 2] + body[len(body) - size // 2 :] + last
         case _:
-            raise ValueError(f"data.truncation={truncation}: expected left, right or middle")
+            raise ConfigError("data.truncation", truncation, "left, right or middle")
 
 
 def num_generation_prompt_tokens(token_ids: Sequence[int], ids_without: Sequence[int]) -> int:

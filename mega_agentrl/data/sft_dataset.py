@@ -24,6 +24,7 @@ from mega_agentrl.config.sections.data import DataConfig
 from mega_agentrl.data.index_stream import ShuffledIndexStream
 from mega_agentrl.data.rl_dataset import parse_tool_schemas, refuse_images, validate_messages
 from mega_agentrl.data.table_reader import read_rows
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message
 from mega_agentrl.vision.placeholders import (
     content_parts,
@@ -134,10 +135,8 @@ def encode_demonstrations(
         )
         num_tokens = len(demonstration.prompt_ids) + len(demonstration.response_ids)
         if max_tokens is not None and num_tokens > max_tokens:
-            raise ValueError(
-                f"{where}: the conversation has {num_tokens} tokens, expected at most "
-                f"{max_tokens}; shorten it or raise the limit"
-            )
+            expected = f"at most {max_tokens}; shorten the conversation or raise the limit"
+            raise InputError(where, f"{num_tokens} tokens", expected)
         demonstrations.append(demonstration)
     return demonstrations
 
@@ -153,9 +152,8 @@ def encode_demonstration(
     """Tokenize one conversation, which `where` names in errors, with its function schemas."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[-1] != "assistant":
-        raise ValueError(
-            f"{where}: got roles {roles}, expected a question first and an assistant message last"
-        )
+        expected = "the roles of a conversation: a question first and an assistant message last"
+        raise InputError(where, roles, expected)
     start = roles.index("assistant")
     response: list[int] = []
     mask: list[int] = []
@@ -190,10 +188,8 @@ def _response_spans(roles: Sequence[str], start: int, *, tool_messages: bool) ->
 
 def _assistant_text(message: Message, where: str) -> str:
     if image_parts([message]):
-        raise ValueError(
-            f"{where}: got an image in a message of the assistant, expected text; probable cause: "
-            "a marker <image> in the text of an answer"
-        )
+        cause = "a marker <image> in the text of an answer"
+        raise InputError(where, "an image in a message of the assistant", "text", cause)
     return content_text(message["content"])
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import MAX_DEPTH, parse_json, reading
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -66,9 +67,8 @@ def read_rows(path: str | Path, *, key: str, columns: Sequence[str]) -> list[Tab
 def check_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
     """Raise `ValueError` if the row lacks one of the columns."""
     if missing := [name for name in columns if name not in row]:
-        raise ValueError(
-            f"{where}: missing column {', '.join(missing)}; got {sorted(row)}, "
-            f"expected at least {list(columns)}"
+        raise InputError(
+            where, sorted(row), f"at least the columns {list(columns)}", f"{missing} missing"
         )
 
 

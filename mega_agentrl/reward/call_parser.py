@@ -67,7 +67,8 @@ def parse_calls(text: str) -> list[FunctionCall]:
         return _parse_whole_text(text.strip())
     except CallParseError as error:
         whole_text_error = error
-    pieces = _TOOL_CALL_TAG.findall(text)
+    # Up to the last closing tag: each opening tag without one is searched to the end of the text.
+    pieces = _TOOL_CALL_TAG.findall(text[: text.rfind("</tool_call>") + len("</tool_call>")])
     if not pieces and "<tool_call>" in text:
         raise CallParseError("the closing tool_call tag is missing")
     pieces = pieces or _CODE_FENCE.findall(text)

@@ -23,6 +23,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import FunctionCallMatch
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.call_parser import (
     CallParseError,
     FunctionCall,
@@ -65,7 +66,7 @@ def score(
         ValueError: `match` is unknown, or the ground truth cannot be parsed.
     """
     if match not in MATCH_MODES:
-        raise ValueError(f"match={match}: expected one of {', '.join(MATCH_MODES)}")
+        raise InputError("match", match, f"one of {', '.join(MATCH_MODES)}")
     truths = [ground_truth] if isinstance(ground_truth, str) else list(ground_truth)
     answer = solution.rpartition(_THINK_END)[2].strip()
     if match == "string":
@@ -121,9 +122,9 @@ def _parse_ground_truth(truth: str) -> list[FunctionCall]:
     try:
         calls = parse_calls(truth)
     except CallParseError as error:
-        raise ValueError(f"ground_truth: got {truth[:200]!r}, expected calls; {error}") from error
+        raise InputError("ground_truth", truth, "calls", str(error)) from error
     if not calls and truth.strip() not in ("", "[]"):
-        raise ValueError(f"ground_truth: got {truth[:200]!r}, expected calls and found none")
+        raise InputError("ground_truth", truth, "calls", "there are none in it")
     return calls
 
 

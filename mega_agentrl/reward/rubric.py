@@ -27,7 +27,9 @@ from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.reward import BUILT_IN_PARTS, DEFAULT_SOURCE, MODEL_PART
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward import ares, arpo, function_call  # noqa: F401  they register their parts
 from mega_agentrl.reward.registry import REWARDS, assistant_text
 from mega_agentrl.sandbox.worker_main import to_json
@@ -62,21 +64,23 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
     for name in names:
         if name in BUILT_IN_PARTS or name in config.functions:
             if name in config.part_names:
-                raise ValueError(
-                    f"reward.rubric: the part {name} is the name of a tool or simulated user and "
-                    "of another part, expected different names; rename the tool, or the function "
-                    "under reward.functions"
+                raise ConfigError(
+                    "reward.rubric",
+                    name,
+                    "different names; rename the tool, or the function under reward.functions",
+                    "it is the name of a tool or simulated user and of another part",
                 )
     known_names = (*BUILT_IN_PARTS, *config.functions, *names)
     for source, weights in config.weights_by_source.items():
         for name, weight in weights.items():
             if name not in known_names:
                 near = get_close_matches(name, known_names, n=_NUM_SUGGESTIONS) or known_names
-                raise ValueError(
-                    f"reward.rubric.{source}.{name}={weight}: there is no such part, expected one "
-                    f"of {', '.join(near)}; probable cause: a mistyped name, or "
-                    "tool.user_tools_file, rollout.interaction_config_file or reward.functions is "
-                    "not set"
+                raise ConfigError(
+                    f"reward.rubric.{source}.{name}",
+                    weight,
+                    f"the weight of a part that exists, such as {', '.join(near)}",
+                    "a mistyped name, or tool.user_tools_file, rollout.interaction_config_file or "
+                    "reward.functions is not set",
                 )
 
 
@@ -90,15 +94,21 @@ def check_prompt_rubrics(config: RewardConfig, prompts: Iterable[Prompt]) -> Non
         source = prompt.data_source
         weights = config.weights_for(source)
         if not weights:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: reward.rubric has neither its data source {source} "
-                f"nor {DEFAULT_SOURCE}, only {', '.join(config.weights_by_source)}; probable "
-                "cause: a mistyped data source, or data of another kind"
+            raise InputError(
+                f"prompt {prompt.prompt_id}, data source",
+                source,
+                f"one of reward.rubric, {', '.join(config.weights_by_source)}; {DEFAULT_SOURCE} "
+                "there stands for all others",
+                "a mistyped data source, or data of another kind",
             )
         try:
             _check_prompt_parts(config, weights, prompt)
-        except ValueError as error:
-            raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+        except InputError as error:
+            name = f"prompt {prompt.prompt_id}, {error.name}"
+            raise InputError(name, error.got, error.expected, error.cause) from error
+        except ValueError as error:  # of a part that a user registered
+            expected = "one that its parts can score"
+            raise InputError(f"prompt {prompt.prompt_id}", str(error), expected) from error
 
 
 def _check_prompt_parts(config: RewardConfig, weights: Collection[str], prompt: Prompt) -> None:
@@ -109,7 +119,8 @@ def _check_prompt_parts(config: RewardConfig, weights: Collection[str], prompt: 
         try:
             to_json(dict(prompt.extra_info))
         except ValueError as error:
-            raise ValueError(f"extra_info: {error}; reward functions get it as JSON") from error
+            expected = "values that JSON has, because reward functions get it as JSON"
+            raise InputError("extra_info", str(error), expected) from error
 
 
 class WeightedRubric:

@@ -19,6 +19,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -109,30 +111,27 @@ class FunctionSchema:
 def _validate_function(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or schema.get("type") != "function":
-        raise ValueError(
-            f"{where}: got {_truncate(repr(schema))}, expected {{type: function, function: {{name, "
-            "description, parameters}}}; probable cause: the outer or inner level is missing"
+        raise InputError(
+            where,
+            schema,
+            "{type: function, function: {name, description, parameters}}",
+            "the outer or inner level is missing",
         )
     if unknown := sorted(set(function) - _FUNCTION_KEYS):
-        raise ValueError(
-            f"{where}: function has {unknown}, expected some of {sorted(_FUNCTION_KEYS)}"
-        )
+        raise InputError(f"{where}, function", unknown, f"some of {sorted(_FUNCTION_KEYS)}")
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
-        raise ValueError(
-            f"{where}: function.name={name!r}, expected 1 to 64 letters, digits, _ and -"
-        )
+        raise InputError(f"{where}, function.name", name, "1 to 64 letters, digits, _ and -")
     try:
         Draft202012Validator.check_schema(parameters)
     except SchemaError as error:
-        raise ValueError(
-            f"{where}: function.parameters of {name} is not a JSON schema: "
-            f"{_truncate(error.message)}"
-        ) from error
+        key = f"{where}, function.parameters of {name}"
+        raise InputError(key, parameters, "a JSON schema", _truncate(error.message)) from error
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ValueError(
-            f"{where}: function.parameters of {name} is {_truncate(repr(parameters))}, expected "
-            "the JSON schema of an object; a call has named arguments"
+        raise InputError(
+            f"{where}, function.parameters of {name}",
+            parameters,
+            "the JSON schema of an object; a call has named arguments",
         )
     description = str(function.get("description", ""))
     return {"name": name, "description": description, "parameters": dict(parameters)}

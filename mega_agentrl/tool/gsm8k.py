@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.types.records import ToolStatus
 
@@ -100,10 +101,9 @@ def parse_ground_truth(kwargs: Mapping[str, Any], where: str) -> Fraction:
     value = kwargs.get("ground_truth")
     truth = parse_answer(str(value).rpartition("####")[2]) if value is not None else None
     if truth is None:
-        raise ValueError(
-            f"{where}.ground_truth is {value!r}, expected a number or a solution that ends in "
-            "'#### number'; probable cause: the dataset was made for another tool or interaction"
-        )
+        expected = "a number or a solution that ends in '#### number'"
+        cause = "the dataset was made for another tool or interaction"
+        raise InputError(f"{where}.ground_truth", value, expected, cause)
     return truth
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_code import source_location
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import Tool
 from mega_agentrl.tool.function import FunctionTool
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON, FunctionSchema
@@ -100,34 +101,32 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
         ) from error
     schema = FunctionSchema(raw_schema, where)
     if schema.name != tool.name:
-        raise ValueError(f"{where}: its schema is named {schema.name!r}, expected {tool.name!r}")
+        raise InputError(f"{where}, name in its schema", schema.name, tool.name)
     properties = schema.parameters.get("properties", {})
     if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
-        raise ValueError(
-            f"{where}: its text_argument={tool.text_argument!r} is not among the schema's "
-            f"properties {sorted(properties)}"
-        )
+        expected = f"one of the schema's properties {sorted(properties)}"
+        raise InputError(f"{where}, text_argument", tool.text_argument, expected)
     missing = sorted(set(schema.parameters.get("required", ())) - set(properties))
     if missing and schema.parameters.get("additionalProperties") is False:
-        raise ValueError(
-            f"{where}: the schema requires {missing} and forbids them, expected some of its "
-            f"properties {sorted(properties)}; no call could fit"
+        raise InputError(
+            f"{where}, arguments that its schema requires and forbids",
+            missing,
+            f"some of its properties {sorted(properties)}; no call could fit",
         )
     for example in schema.examples:
         try:
             schema.validate_arguments(example)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{where}: its schema's example {example!r} fits no call, expected an object of "
-                f"arguments: {error}"
-            ) from error
+            expected = "an object of arguments of a call"
+            raise InputError(f"{where}, example", example, expected, str(error)) from error
     if isinstance(tool, FunctionTool):
         known = set(inspect.signature(tool.function).parameters)
         if unknown := sorted(set(properties) - known):
-            raise ValueError(
-                f"{where}: the schema has the parameters {unknown}, expected only those of the "
-                f"function {tool.function.__name__}, {sorted(known)} "
-                f"({source_location(tool.function)})"
+            raise InputError(
+                f"{where}, parameters of its schema",
+                unknown,
+                f"only those of the function {tool.function.__name__}, {sorted(known)} "
+                f"({source_location(tool.function)})",
             )
     return schema
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import ToolResponse
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.types.errors import ToolSessionError
@@ -355,15 +356,11 @@ def check_tools_kwargs(
     """Raise `ValueError` for a tool or a kwargs key that does not exist."""
     for name, kwargs in tools_kwargs.items():
         if name not in tools:
-            raise ValueError(
-                f"tools_kwargs names the tool {name!r}, expected one of {sorted(tools)}; "
-                "probable cause: the dataset was made for other tools"
-            )
+            cause = "the dataset was made for other tools"
+            raise InputError("tools_kwargs", name, f"one of the tools {sorted(tools)}", cause)
         unknown = sorted(set(kwargs or {}) - set(_KWARGS_KEYS))
         if unknown:
-            raise ValueError(
-                f"tools_kwargs[{name!r}] has {unknown}, expected some of {_KWARGS_KEYS}"
-            )
+            raise InputError(f"tools_kwargs[{name!r}]", unknown, f"some of {_KWARGS_KEYS}")
 
 
 def _validate_response(response: ToolResponse, name: str) -> ToolResponse:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from mega_agentrl.config.enums import CallProtocol
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.tool.call_protocol.tags import TagProtocol
 from mega_agentrl.tool.function import FunctionTool
@@ -126,7 +127,7 @@ class ToolKit:
                 for name in kwargs_by_tool or self._tools:
                     self._tools[name].tool.check_kwargs(kwargs_by_tool.get(name, {}))
             except ValueError as error:
-                raise ValueError(f"prompt {prompt.prompt_id}: {error}") from error
+                raise _with_prompt(error, prompt.prompt_id) from error
 
     async def start(self) -> None:
         """Start every tool.
@@ -335,9 +336,7 @@ def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
     schema = validated_schema(tool, where)
     limit = tool.max_concurrent
     if limit is not None and limit < 1:
-        raise ValueError(
-            f"{where}: max_concurrent={limit}: expected at least 1, or None for no limit"
-        )
+        raise InputError(f"{where}, max_concurrent", limit, "at least 1, or None for no limit")
     slots = asyncio.Semaphore(sys.maxsize if limit is None else limit)
     first_calls = {}
     if max_failed_first_calls:
@@ -348,6 +347,14 @@ def _register_tool(tool: Tool, max_failed_first_calls: int) -> RegisteredTool:
             for method in METHODS
         }
     return RegisteredTool(tool=tool, schema=schema, slots=slots, first_calls=first_calls)
+
+
+def _with_prompt(error: ValueError, prompt_id: str) -> InputError:
+    """Return the error of a prompt's kwargs; tools of users raise any `ValueError`."""
+    if isinstance(error, InputError):
+        name = f"prompt {prompt_id}, {error.name}"
+        return InputError(name, error.got, error.expected, error.cause)
+    return InputError(f"prompt {prompt_id}", str(error), "tools_kwargs that its tools accept")
 
 
 def _source_file(tool: Tool) -> str:

@@ -149,7 +149,5 @@ def _set_schema(tool: Tool, raw: Any, where: str) -> None:
     tool.description = schema.function["description"]
     tool.parameters = schema.parameters
     if tool.schema() != schema.as_dict():
-        raise ValueError(
-            f"{where}, tool_schema: {type(tool).__name__} defines its own schema and would "
-            "ignore this one; expected no tool_schema here"
-        )
+        expected = f"none, because {type(tool).__name__} defines its own and would ignore this one"
+        raise ConfigError(f"{where}, tool_schema", raw, expected)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.data.index_stream import ShuffledIndexStream, systematic_sample_counts
+from mega_agentrl.errors import InputError
 
 sizes = st.integers(1, 20)
 requests = st.lists(st.integers(0, 30), max_size=8)
@@ -43,31 +44,34 @@ def test_epochs_and_seeds_differ():
 
 
 def test_an_empty_stream_is_refused():
-    with pytest.raises(ValueError, match="num_items=0"):
+    with pytest.raises(InputError) as caught:
         ShuffledIndexStream(0, seed=0)
+    assert (caught.value.name, caught.value.got) == ("num_items", 0)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "name"),
     [
-        ({"seed": 1}, "seed=1"),
-        ({"num_items": 4}, "num_items=4"),
-        ({"position": 4}, "position=4"),
-        ({"extra": 1}, "got keys"),
-        ({"order": [0, 1, 2]}, "got keys"),
+        ({"seed": 1}, "sampler state, seed"),
+        ({"num_items": 4}, "sampler state, num_items"),
+        ({"position": 4}, "sampler state, epoch and position"),
+        ({"extra": 1}, "sampler state"),
+        ({"order": [0, 1, 2]}, "sampler state"),
     ],
     ids=["seed", "size", "position", "key", "weights"],
 )
-def test_a_foreign_or_damaged_state_is_refused(change, message):
+def test_a_foreign_or_damaged_state_is_refused(change, name):
     stream = ShuffledIndexStream(3, seed=0)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError) as caught:
         stream.load_state_dict({**stream.state_dict(), **change})
+    assert caught.value.name == name
 
 
 def test_an_order_with_another_index_is_refused():
     stream = ShuffledIndexStream(2, seed=0, epoch_weights_fn=lambda: [1.0, 1.0])
-    with pytest.raises(ValueError, match="0 to 2"):
+    with pytest.raises(InputError) as caught:
         stream.load_state_dict(stream.state_dict() | {"order": [0, 2]})
+    assert caught.value.name == "sampler state, order of epoch 0"
 
 
 def test_the_epoch_is_that_of_the_last_index():
@@ -122,8 +126,9 @@ def test_every_count_is_next_to_its_weight_and_so_is_the_sum(weights, seed):
 
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]])
 def test_invalid_weights_are_refused(weights):
-    with pytest.raises(ValueError, match="weights: got"):
+    with pytest.raises(InputError) as caught:
         ShuffledIndexStream(2, seed=0, epoch_weights_fn=lambda: weights)
+    assert caught.value.name == "weights"
 
 
 @given(weights_of, requests, st.integers(0, 40), st.booleans())

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import PromptOrder
 from mega_agentrl.data.prompt_sampler import MIN_LEARNABILITY, PromptSampler, learnability_weights
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt
 
 
@@ -60,17 +61,19 @@ def test_a_prompt_is_acked_or_nacked_once():
     sampler = PromptSampler(prompts(10), seed=3)
     taken = sampler.next_prompts(2)
     sampler.ack(taken)
-    with pytest.raises(ValueError, match="is not in flight"):
-        sampler.ack(taken[:1])
-    with pytest.raises(ValueError, match="is not in flight"):
-        sampler.nack(taken[1:])
+    for call, (prompt,) in ((sampler.ack, taken[:1]), (sampler.nack, taken[1:])):
+        with pytest.raises(InputError) as caught:
+            call([prompt])
+        assert caught.value.name == f"prompt {prompt.prompt_id}"
 
 
 def test_no_prompts_and_other_numbers_of_weights_are_refused():
-    with pytest.raises(ValueError, match="0 prompts"):
+    with pytest.raises(InputError) as caught:
         PromptSampler([], seed=0)
-    with pytest.raises(ValueError, match="3 weights for 10 prompts"):
+    assert (caught.value.name, caught.value.got) == ("prompts", 0)
+    with pytest.raises(InputError) as caught:
         PromptSampler(prompts(10), seed=3, weights=[1.0] * 3)
+    assert (caught.value.name, caught.value.got) == ("weights", 3)
 
 
 def test_a_rule_excludes_prompts_from_its_epoch_and_changes_nothing_else():
@@ -165,8 +168,11 @@ def test_other_orders_record_no_accuracies():
     sampler.record_accuracies({"q/1": 0.0})
     assert sampler.state_dict()["accuracies"] == {}
     for bad in ({"q/1": 1.5}, {"another": 0.5}):
-        with pytest.raises(ValueError, match="expected one in"):
+        with pytest.raises(InputError) as caught:
             sampler.record_accuracies(bad)
+        ((prompt_id, accuracy),) = bad.items()
+        assert caught.value.name == f"accuracy of prompt {prompt_id}"
+        assert caught.value.got == accuracy
 
 
 accuracies = st.dictionaries(st.integers(0, 9), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=4)
@@ -226,8 +232,9 @@ def test_a_resumed_sampler_gives_what_an_unbroken_one_gives(order, weights, step
 def test_a_foreign_or_damaged_state_is_refused(options, change):
     state = PromptSampler(prompts(10), seed=3).state_dict() | change
     sampler = PromptSampler(**({"prompts": prompts(10), "seed": 3} | options))
-    with pytest.raises(ValueError, match="sampler state"):
+    with pytest.raises(InputError) as caught:
         sampler.load_state_dict(state)
+    assert caught.value.name.startswith("sampler state")
 
 
 def test_concurrent_threads_lose_no_prompt():

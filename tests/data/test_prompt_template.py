@@ -2,7 +2,9 @@
 
 import pytest
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.prompt_template import PromptTemplate
+from mega_agentrl.errors import InputError
 
 ASKED = ({"role": "system", "content": "S"}, {"role": "user", "content": "1+1?"})
 
@@ -40,15 +42,21 @@ def test_an_error_of_a_template_names_line_and_row(tmp_path, text, expected):
 
 
 def test_a_file_that_is_no_template_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja.* line 2"):
+    path = str(tmp_path / "t.jinja")
+    with pytest.raises(ConfigError) as caught:
         template(tmp_path, "a\n{% if %}")
+    assert (caught.value.key, str(caught.value.got)) == ("data.prompt_template", path)
+    assert caught.value.cause.startswith("line 2")
     (tmp_path / "t.jinja").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"data\.prompt_template=.*t\.jinja.*UnicodeDecodeError"):
-        PromptTemplate(str(tmp_path / "t.jinja"))
-    with pytest.raises(ValueError, match=r"data\.prompt_template=.*absent\.jinja"):
+    with pytest.raises(ConfigError) as caught:
+        PromptTemplate(path)
+    assert (caught.value.key, str(caught.value.got)) == ("data.prompt_template", path)
+    with pytest.raises(ConfigError) as caught:
         PromptTemplate(str(tmp_path / "absent.jinja"))
+    assert caught.value.key == "data.prompt_template"
 
 
 def test_a_prompt_without_a_user_message_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"f row 1: got roles"):
+    with pytest.raises(InputError) as caught:
         template(tmp_path, "x").apply(ASKED[:1], {}, "f row 1")
+    assert caught.value.name == "f row 1"

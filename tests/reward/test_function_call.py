@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.function_call import score
 
 GOLDEN = json.loads(
@@ -118,7 +119,9 @@ def test_any_text_has_a_reward(text):
 
 
 def test_an_invalid_ground_truth_or_match_is_refused():
-    with pytest.raises(ValueError, match="ground_truth: got 'forty-two'"):
+    with pytest.raises(InputError) as caught:
         score(THINK, "forty-two")
-    with pytest.raises(ValueError, match="match=json"):
+    assert (caught.value.name, caught.value.got) == ("ground_truth", "forty-two")
+    with pytest.raises(InputError) as caught:
         score(THINK, "[]", match="json")
+    assert (caught.value.name, caught.value.got) == ("match", "json")

@@ -6,10 +6,12 @@ from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from tenacity.wait import wait_fixed, wait_none
 
+from mega_agentrl.reward import llm_judge
 from mega_agentrl.reward.llm_judge import JudgeError, LLMJudge
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 QUESTION = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"})
 
 
@@ -52,9 +54,10 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def serve(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr(llm_judge, "_RETRY_WAIT", wait_none())
     opened = []
 
-    def start(*replies, timeout_s=20.0, **changes):
+    def start(*replies, timeout_s=100.0, **changes):
         server = Server(*replies)
         judge = LLMJudge(server.base_url, "grader", timeout_s=timeout_s, **changes)
         opened.append((server, judge))
@@ -116,7 +119,8 @@ def test_a_reply_that_is_no_number_is_not_tried_again(serve, reply, fact):
     assert len(server.bodies) == 1
 
 
-def test_a_server_that_hangs_or_fails_has_a_deadline(serve):
+def test_a_server_that_hangs_or_fails_has_a_deadline(serve, monkeypatch):
+    monkeypatch.setattr(llm_judge, "_RETRY_WAIT", wait_fixed(30))
     _, hanging = serve("hang", timeout_s=0.5)
     _, failing = serve(503, timeout_s=0.5)
     futures = [judge.submit(QUESTION, "Four", "4") for judge in (hanging, failing)]
@@ -128,7 +132,7 @@ def test_a_server_that_hangs_or_fails_has_a_deadline(serve):
 def test_a_server_that_does_not_listen_is_an_error(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("mega_agentrl.reward.llm_judge.MAX_ATTEMPTS", 2)
-    judge = LLMJudge("http://127.0.0.1:9/v1", "grader", timeout_s=20.0)
+    judge = LLMJudge("http://127.0.0.1:9/v1", "grader", timeout_s=100.0)
     with pytest.raises(JudgeError, match=r"ConnectError: .* 2 attempts"):
         judge.submit(QUESTION, "Four", "4").result(WAIT_S)
     judge.close()

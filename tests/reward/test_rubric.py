@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import FunctionCallMatch
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.reward import (
     BUILT_IN_PARTS,
     MODEL_PART,
     RewardConfig,
     RewardModelConfig,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.registry import REWARDS
 from mega_agentrl.reward.rubric import (
     WeightedRubric,
@@ -226,13 +228,16 @@ def test_unknown_parts_are_refused_with_similar_ones():
     check_rubric_parts(config({"arpo": 1.0, "gsm8k": 0.5}), NAMES)
     check_rubric_parts(config({"mine": 1.0}, functions={"mine": "m:f"}), NAMES)
     for name, near in (("gsm9k", "gsm8k"), ("accurracy", "accuracy"), ("zzz", "arpo")):
-        with pytest.raises(ValueError, match=rf"rubric\.default\.{name}=0\.5: .*{near}"):
+        with pytest.raises(ConfigError) as caught:
             check_rubric_parts(config({name: 0.5}), NAMES)
+        assert (caught.value.key, caught.value.got) == (f"reward.rubric.default.{name}", 0.5)
+        assert near in caught.value.expected
 
 
 def test_a_name_means_one_part():
-    with pytest.raises(ValueError, match="accuracy"):
+    with pytest.raises(ConfigError) as caught:
         check_rubric_parts(config({"accuracy": 1.0}), ("accuracy",))
+    assert (caught.value.key, caught.value.got) == ("reward.rubric", "accuracy")
     check_rubric_parts(config({"arpo": 1.0}), ("accuracy",))
 
 
@@ -241,21 +246,25 @@ def test_every_prompt_has_a_rubric():
     check_prompt_rubrics(config({"arpo": 1.0}), prompts)
     only = config({"arpo": 1.0}, "math")
     check_prompt_rubrics(only, prompts[:1])
-    with pytest.raises(ValueError, match="prompt b/1"):
+    with pytest.raises(InputError) as caught:
         check_prompt_rubrics(only, prompts)
+    assert (caught.value.name, caught.value.got) == ("prompt b/1, data source", "qa")
 
 
 def test_a_prompt_that_a_part_cannot_read_is_refused():
     calls = make_prompt("p", ground_truth="no calls here")
-    with pytest.raises(ValueError, match="prompt p: ground_truth"):
+    with pytest.raises(InputError) as caught:
         check_prompt_rubrics(config({"function_call": 1.0}), [calls])
+    assert caught.value.name == "prompt p, ground_truth"
+    assert caught.value.got == "no calls here"
     check_prompt_rubrics(
         config({"function_call": 1.0}, function_call_match=FunctionCallMatch.string), [calls]
     )
     check_prompt_rubrics(config({"arpo": 1.0}), [calls])
     odd = make_prompt("p", extra_info={"when": object()})
-    with pytest.raises(ValueError, match="prompt p: extra_info"):
+    with pytest.raises(InputError) as caught:
         check_prompt_rubrics(config({"mine": 1.0}, functions={"mine": "m:f"}), [odd])
+    assert caught.value.name == "prompt p, extra_info"
     check_prompt_rubrics(config({"arpo": 1.0}), [odd])
 
 

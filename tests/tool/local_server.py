@@ -78,7 +78,7 @@ def serving(make_reply: Callable[[ReceivedRequest], Reply]) -> Iterator[LocalSer
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join()
 
 
 class WordCodec:

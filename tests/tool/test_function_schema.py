@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.function_schema import (
     ALL_ARGUMENTS_AS_JSON,
     MAX_MESSAGE_CHARS,
@@ -66,20 +67,30 @@ def test_the_policy_is_told_which_argument_is_wrong(given, named):
 
 
 @pytest.mark.parametrize(
-    ("schema", "named"),
+    ("schema", "name", "got"),
     [
-        pytest.param([], "[]", id="no mapping"),
-        pytest.param({"name": "f"}, "{'name': 'f'}", id="no outer level"),
-        pytest.param(schema_of(name="a b"), "function.name='a b'", id="name"),
-        pytest.param(schema_of(argumnets=1), "['argumnets']", id="unknown key"),
-        pytest.param(schema_of(parameters={"type": "objekt"}), "'objekt'", id="json schema"),
-        pytest.param(schema_of(parameters={"type": "array"}), "'array'", id="no object"),
+        pytest.param([], "here", [], id="no mapping"),
+        pytest.param({"name": "f"}, "here", {"name": "f"}, id="no outer level"),
+        pytest.param(schema_of(name="a b"), "here, function.name", "a b", id="name"),
+        pytest.param(schema_of(argumnets=1), "here, function", ["argumnets"], id="unknown key"),
+        pytest.param(
+            schema_of(parameters={"type": "objekt"}),
+            "here, function.parameters of f",
+            {"type": "objekt"},
+            id="json schema",
+        ),
+        pytest.param(
+            schema_of(parameters={"type": "array"}),
+            "here, function.parameters of f",
+            {"type": "array"},
+            id="no object",
+        ),
     ],
 )
-def test_a_wrong_schema_is_refused_with_its_place(schema, named):
-    with pytest.raises(ValueError, match="here") as caught:
+def test_a_wrong_schema_is_refused_with_its_place(schema, name, got):
+    with pytest.raises(InputError) as caught:
         FunctionSchema(schema, "here")
-    assert named in str(caught.value)
+    assert (caught.value.name, caught.value.got) == (name, got)
 
 
 JSON = st.recursive(

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.gsm8k import NO_IMPROVEMENT_REWARD, Gsm8kTool, parse_answer
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import ToolStatus
@@ -60,6 +61,8 @@ async def test_forks_have_last_answers_of_their_own():
 
 def test_a_prompt_without_a_truth_is_found_before_the_run():
     for kwargs, got in (({}, None), ({"create_kwargs": {"ground_truth": "many"}}, "many")):
-        with pytest.raises(ValueError, match=f"ground_truth is {got!r}"):
+        with pytest.raises(InputError) as caught:
             Gsm8kTool().check_kwargs(kwargs)
+        assert caught.value.name.endswith(".ground_truth")
+        assert caught.value.got == got
     Gsm8kTool().check_kwargs({"create_kwargs": {"ground_truth": "18"}})

@@ -19,7 +19,7 @@ GOLDEN = json.loads(
 
 
 def started(**changes):
-    made = PythonTool(PythonToolConfig(preload_modules=[], timeout_s=20, **changes))
+    made = PythonTool(PythonToolConfig(preload_modules=[], timeout_s=60, **changes))
     asyncio.run(made.start())
     yield made
     made.close_now()

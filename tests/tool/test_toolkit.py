@@ -12,6 +12,7 @@ from mega_agentrl.config.sections.tools import (
     SearchToolConfig,
     ToolConfig,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.client import SandboxResult
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.gsm8k import Gsm8kTool
@@ -162,19 +163,26 @@ def test_schemas_by_name():
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "named"),
+    ("attribute", "value", "name", "got"),
     [
-        ("schema", lambda: {"type": "function", "function": {"name": "other"}}, "'other'"),
-        ("parameters", {"type": "object", "properties": {"y": {}}}, r"'x'.*\['y'\]"),
-        ("max_concurrent", 0, "max_concurrent=0"),
+        (
+            "schema",
+            lambda: {"type": "function", "function": {"name": "other"}},
+            "name in its schema",
+            "other",
+        ),
+        ("parameters", {"type": "object", "properties": {"y": {}}}, "text_argument", "x"),
+        ("max_concurrent", 0, "max_concurrent", 0),
     ],
     ids=["other name", "other argument", "limit"],
 )
-def test_a_tool_that_contradicts_itself_is_refused(attribute, value, named):
+def test_a_tool_that_contradicts_itself_is_refused(attribute, value, name, got):
     tool = Broken()
     setattr(tool, attribute, value)
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises(InputError) as caught:
         ToolKit([tool])
+    assert caught.value.name == f"tool {tool.name}, {name}"
+    assert caught.value.got == got
 
 
 def test_user_tools_browse_and_control_tokens_reach_the_toolkit(tmp_path):
@@ -209,21 +217,18 @@ GOOD = {"gsm8k": {"create_kwargs": {"ground_truth": "18"}}}
 
 
 @pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        ({"gsm8k": {}}, "ground_truth is None"),
-        ({}, "ground_truth is None"),
-        ({"gsm8k": None}, "ground_truth is None"),
-        ({"gsm9k": {}}, "'gsm9k'"),
-    ],
+    ("bad", "got"),
+    [({"gsm8k": {}}, None), ({}, None), ({"gsm8k": None}, None), ({"gsm9k": {}}, "gsm9k")],
     ids=["no truth", "no tools", "absent", "unknown"],
 )
-def test_a_prompt_with_wrong_kwargs_is_found_before_the_run(bad, named):
+def test_a_prompt_with_wrong_kwargs_is_found_before_the_run(bad, got):
     toolkit = ToolKit([Gsm8kTool()])
     prompts = [make_prompt("a", tools_kwargs=GOOD)]
     toolkit.check_prompt_kwargs(prompts)
-    with pytest.raises(ValueError, match=f"prompt b: .*{named}"):
+    with pytest.raises(InputError) as caught:
         toolkit.check_prompt_kwargs([*prompts, make_prompt("b", tools_kwargs=bad)])
+    assert caught.value.name.startswith("prompt b, ")
+    assert caught.value.got == got
 
 
 class RecordingSandboxes:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.tools import PythonToolConfig, ToolConfig, WorkspaceToolConfig
@@ -12,6 +13,8 @@ from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import Prompt, ToolStatus
 from tests.fakes import CharCodec
 
+in_module_loop = pytest.mark.asyncio(loop_scope="module")
+"""For tests that share the workers of the module."""
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 (ROW,) = (
     json.loads(line)
@@ -30,7 +33,7 @@ def config():
     )
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def toolkit(config):
     kit = build_toolkit(config, CharCodec())
     await kit.start()
@@ -48,6 +51,7 @@ def test_the_tools_are_offered_only_with_a_root(config):
     assert list(built_in_tools(ToolConfig())) == ["python"]
 
 
+@in_module_loop
 async def test_the_example_is_solved_in_a_fork_and_not_in_its_parent(toolkit):
     session = toolkit.open_session()
     await session.create(TASK)
@@ -79,6 +83,7 @@ async def test_the_example_is_solved_in_a_fork_and_not_in_its_parent(toolkit):
     await child.release()
 
 
+@in_module_loop
 async def test_edit_views_creates_and_replaces(toolkit):
     session = toolkit.open_session()
     await session.create({"bash": {}, "edit": {}})
@@ -106,6 +111,7 @@ async def test_edit_views_creates_and_replaces(toolkit):
     await session.release()
 
 
+@in_module_loop
 async def test_failures_are_typed(toolkit):
     session = toolkit.open_session()
     await session.create({"bash": {"execute_kwargs": {"timeout_s": 1.0}}})
@@ -125,6 +131,7 @@ async def test_failures_are_typed(toolkit):
     await session.release()
 
 
+@in_module_loop
 async def test_a_setup_command_that_fails_fails_the_trajectory(toolkit):
     with pytest.raises(ToolSessionError) as caught:
         await toolkit.open_session().create(

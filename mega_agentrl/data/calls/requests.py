@@ -26,6 +26,7 @@ from mega_agentrl.data.calls.functions import (
     make_function,
 )
 from mega_agentrl.data.generated.entity_splits import Split
+from mega_agentrl.errors import InputError
 
 CATALOGUE_SIZE = 3
 NUM_PARALLEL_CALLS = 2
@@ -90,9 +91,11 @@ def make_requests(
         request = _make_request(kinds[len(requests) % len(kinds)], names, rng)
         requests.setdefault(request.text, request)
     if len(requests) < num_requests:
-        raise ValueError(
-            f"{split} requests: num_requests={num_requests}: found only {len(requests)} different "
-            "ones; probable cause: the split has too few functions and values"
+        raise InputError(
+            f"{split} requests, num_requests",
+            num_requests,
+            f"at most the {len(requests)} different ones that were found",
+            "the split has too few functions and values",
         )
     shuffled = list(requests.values())
     rng.shuffle(shuffled)

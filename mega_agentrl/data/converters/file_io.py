@@ -23,6 +23,7 @@ from mega_agentrl.data.table_reader import (
     parse_json_object,
     read_rows,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import atomic_path
 
 SUFFIXES = (".parquet", ".json", ".jsonl")
@@ -45,29 +46,28 @@ def write_rl_parquet(rows: Sequence[dict[str, Any]], path: Path, *, force: bool 
             or the file exists and `force` is not set.
     """
     if not rows:
-        raise ValueError(f"{path}: got no rows, expected at least one; was every row left out?")
+        raise InputError(str(path), "no rows", "at least one", "every row was left out")
     check_output_path(path, force=force)
     try:
         with atomic_path(path) as temporary:
             pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
     except pa.ArrowException as error:
-        raise ValueError(
-            f"{path}: the rows do not fit into one table: {error}; probable cause: a field, of "
-            "extra_info for instance, that is a number in some rows and a text in others"
-        ) from error
+        cause = "a field, as of extra_info, that is a number in some rows and a text in others"
+        expected = "rows that fit into one table"
+        raise InputError(str(path), str(error), expected, cause) from error
 
 
 def check_output_path(path: Path, *, force: bool) -> None:
     """Raise `ValueError` if `write_rl_parquet` could not write to this path."""
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path}: expected the path of a file in a folder that exists")
+        raise InputError(str(path), "no such place", "the path of a file in a folder that exists")
     if path.exists() and not force:
-        raise ValueError(f"{path}: exists already; pass --force to overwrite it")
+        raise InputError(str(path), "a file", "no file there, or --force to overwrite it")
 
 
 def _read_file(path: Path) -> list[SourceRow]:
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"--input {path}: expected a file that ends in {', '.join(SUFFIXES)}")
+        raise InputError("--input", str(path), f"a file that ends in {', '.join(SUFFIXES)}")
     if path.suffix == ".parquet":
         rows = read_rows(path, key="--input", columns=())
     else:
@@ -75,7 +75,7 @@ def _read_file(path: Path) -> list[SourceRow]:
             text = path.read_text(encoding="utf-8")
         rows = _parse_text(text, path)
     if not rows:
-        raise ValueError(f"--input {path}: the file is empty, expected at least one row")
+        raise InputError("--input", str(path), "at least one row", "the file is empty")
     return [SourceRow(str(path), row.place, row.values) for row in rows]
 
 

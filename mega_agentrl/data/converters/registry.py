@@ -32,6 +32,7 @@ from mega_agentrl.data.converters.question_answering import (
 )
 from mega_agentrl.data.converters.source_row import ConversionResult, SourceRow
 from mega_agentrl.data.converters.xlam import convert_xlam
+from mega_agentrl.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,5 +66,5 @@ SOURCES: Mapping[str, SourceDataset] = MappingProxyType(
 def convert_rows(source: str, rows: Sequence[SourceRow]) -> ConversionResult:
     """Convert rows; raise `ValueError` for an unknown source or a malformed row."""
     if source not in SOURCES:
-        raise ValueError(f"source={source}: expected one of {', '.join(SOURCES)}")
+        raise InputError("--source", source, f"one of {', '.join(SOURCES)}")
     return SOURCES[source].convert(rows, source)

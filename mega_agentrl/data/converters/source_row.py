@@ -13,9 +13,9 @@ from typing import Any
 
 from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.data.table_reader import drop_nulls
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message
 
-MAX_SHOWN_CHARS = 200
 WRONG_SOURCE_CAUSE = "--source names another data set than the file holds"
 
 
@@ -31,12 +31,9 @@ class SourceRow:
 
     def error(
         self, name: str, got: Any, expected: str, cause: str = WRONG_SOURCE_CAUSE
-    ) -> ValueError:
+    ) -> InputError:
         """Return the error for a bad field."""
-        return ValueError(
-            f"{self.file} {self.place}, field {name}: got {_abbreviate(got)}, expected "
-            f"{expected}; probable cause: {cause}"
-        )
+        return InputError(f"{self.file} {self.place}, field {name}", got, expected, cause)
 
     def get(self, name: str) -> Any:
         """Return the field; raise `ValueError` if it is missing."""
@@ -124,8 +121,3 @@ def unique_row_id(row: SourceRow, place: int, row_ids: set[str]) -> str:
         raise row.error("id", index, "a unique id", "a file was given twice, or two splits")
     row_ids.add(index)
     return index
-
-
-def _abbreviate(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + " ..."

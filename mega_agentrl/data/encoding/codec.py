@@ -253,16 +253,20 @@ class HFCodec:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
         if not (path / "tokenizer_config.json").is_file():
-            raise ValueError(
-                f"model.path={path}: no tokenizer_config.json there, expected a Hugging Face "
-                "checkpoint folder with its tokenizer; was it copied completely?"
+            raise ConfigError(
+                "model.path",
+                str(path),
+                "a Hugging Face checkpoint folder with its tokenizer",
+                "no tokenizer_config.json there: it was not copied completely",
             )
         with reading("model.path", path, "a folder with a tokenizer that transformers can load"):
             self._tokenizer = _load_tokenizer(path)
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"model.path={path}: the tokenizer has no eos_token, expected the one that ends "
-                "an assistant turn; set eos_token in tokenizer_config.json"
+            raise ConfigError(
+                "model.path",
+                str(path),
+                "a tokenizer whose eos_token ends an assistant turn",
+                "it has none; set eos_token in tokenizer_config.json",
             )
         self.image_tokens = _read_image_tokens(path, self._tokenizer)
         self._chat_template = ChatTemplate(self._tokenizer, self.image_tokens)

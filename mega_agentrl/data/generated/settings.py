@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_agentrl.data.generated.entity_splits import Split
+from mega_agentrl.errors import InputError
 
 FORMAT_VERSION = 2
 STAMP_FILE = "stamp.json"
@@ -89,14 +90,13 @@ class TaskSettings:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if name not in ("task", "seed", "blank_images", "num_experts") and value < 1:
-                raise ValueError(f"{name}={value}: expected at least 1")
+                raise InputError(name, value, "at least 1")
         if self.num_experts and (self.num_experts < 4 or self.task is GeneratedTask.vision):
-            raise ValueError(
-                f"num_experts={self.num_experts}: expected 0, or at least 4 with another task than "
-                f"vision, got {self.task}"
-            )
+            expected = f"0, or at least 4 with another task than vision; the task is {self.task}"
+            raise InputError("num_experts", self.num_experts, expected)
         if self.blank_images and self.task is not GeneratedTask.vision:
-            raise ValueError(f"blank_images: expected task=vision, got {self.task} without images")
+            expected = f"False, because the task {self.task} has no images"
+            raise InputError("blank_images", self.blank_images, expected)
 
 
 def is_written(folder: Path, settings: TaskSettings) -> bool:

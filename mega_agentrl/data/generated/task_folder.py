@@ -28,6 +28,7 @@ from transformers.utils import logging
 from mega_agentrl.data.generated.settings import TaskSettings, remove_stamp, write_stamp
 from mega_agentrl.data.generated.tokenizer import TaskVocabulary, train_tokenizer
 from mega_agentrl.data.generated.vision_model import make_vision_model, write_preprocessor_config
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from mega_agentrl.data.generated.entity_splits import Split
@@ -98,10 +99,9 @@ def write_model(
     """
     num_heads, rest = divmod(hidden_size, HEAD_DIM)
     if rest or num_heads % 2:
-        raise ValueError(
-            f"hidden_size={hidden_size}: expected a multiple of {2 * HEAD_DIM}, because heads are "
-            f"{HEAD_DIM} wide and two share a key-value head"
-        )
+        expected = f"a multiple of {2 * HEAD_DIM}"
+        cause = f"heads are {HEAD_DIM} wide and two share a key-value head"
+        raise InputError("hidden_size", hidden_size, expected, cause)
     text_config = {
         "vocab_size": len(tokenizer),
         "hidden_size": hidden_size,

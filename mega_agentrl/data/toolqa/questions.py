@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 
 from mega_agentrl.data.generated.entity_splits import Split, SplitInventory, value_names
+from mega_agentrl.errors import InputError
 
 NAME_ATTRIBUTES = ("home", "owner")
 NUMBER_ATTRIBUTES = ("price", "weight")
@@ -130,9 +131,11 @@ def make_questions(
     for place, kind in enumerate(QuestionKind):
         count = (num_questions + len(QuestionKind) - 1 - place) // len(QuestionKind)
         if count > len(pools[kind]):
-            raise ValueError(
-                f"{split} questions: num_questions={num_questions} needs {count} of kind {kind}, "
-                f"expected at most {len(pools[kind])}: the split has no more names and numbers"
+            raise InputError(
+                f"{split} questions, num_questions",
+                num_questions,
+                f"a number that needs at most {len(pools[kind])} of kind {kind}, not {count}",
+                "the split has no more names and numbers",
             )
         questions.extend(rng.sample(pools[kind], count))
     rng.shuffle(questions)

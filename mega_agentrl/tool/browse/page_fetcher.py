@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from mega_agentrl.tool.browse.url_rules import DEFAULT_PORTS, PageRefusedError, resolve_host
+from mega_agentrl.tool.browse.url_rules import (
+    DEFAULT_PORTS,
+    PageRefusedError,
+    RefusalReason,
+    resolve_host,
+)
 from mega_agentrl.tool.web.retry import HttpStatusError, TransientError, raise_for_status, read_body
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator
 
-    from mega_agentrl.tool.browse.url_rules import Resolver, UrlRules
+    from mega_agentrl.tool.browse.url_rules import RefusalReason, Resolver, UrlRules
 
 MAX_REDIRECTS = 5
 REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})
@@ -97,13 +102,15 @@ class PageFetcher:
                 return await self._read_page(response, tuple(url_chain))
             finally:
                 await response.aclose()
-        raise PageRefusedError(f"More than {MAX_REDIRECTS} redirects.")
+        raise PageRefusedError(RefusalReason.redirect, f"More than {MAX_REDIRECTS} redirects.")
 
     def _redirect_target(self, url: httpx.URL, location: str) -> httpx.URL:
         try:
             return self._rules.check_url(str(url.join(location)))
         except (httpx.InvalidURL, ValueError) as error:
-            raise PageRefusedError(f"The page redirects elsewhere: {error}") from error
+            raise PageRefusedError(
+                RefusalReason.redirect, f"The page redirects elsewhere: {error}"
+            ) from error
 
     async def _send_to_first_reachable(self, url: httpx.URL) -> httpx.Response:
         """Return the unread response of the first address that accepts a connection."""
@@ -141,11 +148,13 @@ class PageFetcher:
         try:
             raise_for_status(response, "The page")
         except HttpStatusError as error:
-            raise PageRefusedError(f"{error}.") from error
+            raise PageRefusedError(RefusalReason.status, f"{error}.") from error
         content_type = response.headers.get("content-type", "text/html")
         media_type = content_type.partition(";")[0].strip().lower()
         if not media_type.startswith(_TEXT_MEDIA_TYPES):
-            raise PageRefusedError(f"The page is {media_type}, expected text.")
+            raise PageRefusedError(
+                RefusalReason.content, f"The page is {media_type}, expected text."
+            )
         compressed = await read_body(response, self._max_bytes)
         encoding = response.headers.get("content-encoding", "identity").strip().lower()
         body = _decompress(compressed, encoding, self._max_bytes)
@@ -189,7 +198,9 @@ def _decompress(compressed: bytes, encoding: str, max_bytes: int) -> bytes:
     if encoding in ("", "identity"):
         return compressed[:max_bytes]
     if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise PageRefusedError(f"The page is packed as {encoding}, which was not asked for.")
+        raise PageRefusedError(
+            RefusalReason.content, f"The page is packed as {encoding}, which was not asked for."
+        )
     try:
         return zlib.decompressobj(_ZLIB_AUTO_WBITS).decompress(compressed, max_bytes)
     except zlib.error as error:

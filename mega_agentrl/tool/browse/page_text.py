@@ -25,7 +25,7 @@ from mega_agentrl.sandbox.worker_pool import (
     WorkerTimeoutError,
     make_worker_call,
 )
-from mega_agentrl.tool.browse.url_rules import PageRefusedError
+from mega_agentrl.tool.browse.url_rules import PageRefusedError, RefusalReason
 
 if TYPE_CHECKING:
     from mega_agentrl.tool.browse.page_fetcher import Page
@@ -85,14 +85,13 @@ class PageTextExtractor:
             answer = self._pool.submit(_WORKER_FUNCTION, arguments)
             return str(await asyncio.wrap_future(answer))
         except WorkerTimeoutError as error:
-            raise PageRefusedError(
-                f"The page is too complex: it was not parsed within {self._timeout_s:g} s."
-            ) from error
+            message = f"The page is too complex: it was not parsed within {self._timeout_s:g} s."
+            raise PageRefusedError(RefusalReason.content, message) from error
         except (FunctionFailedError, WorkerLostError) as error:
             if isinstance(error, WorkerLostError) and not error.may_have_run:
                 raise
             message = "The page is damaged or too complex: it could not be parsed."
-            raise PageRefusedError(message) from error
+            raise PageRefusedError(RefusalReason.content, message) from error
 
     def close(self) -> None:
         """End the workers; pages in progress fail. Safe to call twice."""

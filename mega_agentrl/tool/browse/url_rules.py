@@ -18,6 +18,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from typing import TYPE_CHECKING
 
 import httpx
@@ -45,8 +46,39 @@ _NON_PUBLIC_NETWORKS = (
 )
 
 
+class RefusalReason(StrEnum):
+    """Why a page is not read."""
+
+    not_a_web_address = auto()
+    spelling = auto()
+    """The host is neither a name nor an address in the usual spelling."""
+    domain = auto()
+    """The domain lists do not allow it."""
+    port = auto()
+    no_address = auto()
+    not_public = auto()
+    redirect = auto()
+    """The page redirects too often, or to a page that is refused."""
+    status = auto()
+    content = auto()
+    """The content is no text, is packed in another way, or cannot be parsed."""
+
+
 class PageRefusedError(ValueError):
-    """The policy asked for a page that may not be read."""
+    """The policy asked for a page that may not be read; the policy reads the text.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, reason: RefusalReason, text: str) -> None:
+        super().__init__(reason, text)
+        self.reason = reason
+        self._text = text
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self._text
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -63,23 +95,33 @@ class UrlRules:
     def check_url(self, text: str) -> httpx.URL:
         """Return the parsed URL; raises `PageRefusedError` if it may not be read."""
         if len(text) > MAX_URL_CHARS:
-            raise PageRefusedError(f"The address is longer than {MAX_URL_CHARS} characters.")
+            raise PageRefusedError(
+                RefusalReason.not_a_web_address,
+                f"The address is longer than {MAX_URL_CHARS} characters.",
+            )
         try:
             url = httpx.URL(text)
             port = url.port or DEFAULT_PORTS.get(url.scheme, 0)
             host = url.raw_host.decode("ascii").strip("[]").rstrip(".").lower()
         except (httpx.InvalidURL, ValueError) as error:
-            raise PageRefusedError(f"Not a web address: {error}.") from error
+            raise PageRefusedError(
+                RefusalReason.not_a_web_address, f"Not a web address: {error}."
+            ) from error
         if url.scheme not in DEFAULT_PORTS or not host:
-            raise PageRefusedError("Not a web address: expected http://... or https://...")
+            raise PageRefusedError(
+                RefusalReason.not_a_web_address,
+                "Not a web address: expected http://... or https://...",
+            )
         if url.userinfo:
-            raise PageRefusedError("The address holds a user or a password, expected neither.")
+            raise PageRefusedError(
+                RefusalReason.not_a_web_address,
+                "The address holds a user or a password, expected neither.",
+            )
         _check_host_syntax(host)
         self._check_domain(host)
         if (host, port) != self.exempt_address and port != DEFAULT_PORTS[url.scheme]:
-            raise PageRefusedError(
-                f"Port {port} may not be read, expected {DEFAULT_PORTS[url.scheme]}."
-            )
+            text = f"Port {port} may not be read, expected {DEFAULT_PORTS[url.scheme]}."
+            raise PageRefusedError(RefusalReason.port, text)
         return url.copy_with(fragment=None)
 
     def _check_domain(self, host: str) -> None:
@@ -87,7 +129,7 @@ class UrlRules:
             self.allowed_domains
             and not any(is_same_or_subdomain(host, domain) for domain in self.allowed_domains)
         ):
-            raise PageRefusedError(f"{host} may not be read.")
+            raise PageRefusedError(RefusalReason.domain, f"{host} may not be read.")
 
     async def resolve_public(self, url: httpx.URL, resolve: Resolver) -> tuple[str, ...]:
         """Return the addresses of a checked URL's host in the resolver's order.
@@ -101,12 +143,12 @@ class UrlRules:
         literal = _parse_ip(host)
         addresses = [str(literal)] if literal is not None else list(await resolve(host, port))
         if not addresses:
-            raise PageRefusedError(f"{host} has no address.")
+            raise PageRefusedError(RefusalReason.no_address, f"{host} has no address.")
         for address in addresses:
             if (address, port) == self.exempt_address:
                 continue
             if not is_public_address(ipaddress.ip_address(address)):
-                raise PageRefusedError(f"{host} is not a public address.")
+                raise PageRefusedError(RefusalReason.not_public, f"{host} is not a public address.")
         return tuple(dict.fromkeys(addresses))
 
 
@@ -160,9 +202,11 @@ def _check_host_syntax(host: str) -> None:
     if _parse_ip(host) is not None:
         return
     if not _HOST_NAME.fullmatch(host):
-        raise PageRefusedError(f"{host} is not a host name.")
+        raise PageRefusedError(RefusalReason.spelling, f"{host} is not a host name.")
     if _NUMERIC_LABEL.fullmatch(host.rsplit(".", maxsplit=1)[-1]):
-        raise PageRefusedError(f"{host} is not an address in the usual spelling.")
+        raise PageRefusedError(
+            RefusalReason.spelling, f"{host} is not an address in the usual spelling."
+        )
 
 
 def _parse_ip(host: str) -> IpAddress | None:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import tantivy
 from filelock import FileLock, Timeout
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import parse_json, reading
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import fsync_path
 
 if TYPE_CHECKING:
@@ -142,9 +144,11 @@ class SearchIndex:
 def iter_corpus(path: Path) -> Iterator[Document]:
     """Yield the documents of a JSONL file; raises `ValueError` naming the file and the line."""
     if not path.is_file():
-        raise ValueError(
-            f"tool.search.source={path}: no such file, expected JSONL with id, title and text; "
-            "probable cause: it was not created or copied yet, or the run started elsewhere"
+        raise ConfigError(
+            "tool.search.source",
+            str(path),
+            "a JSONL file with id, title and text",
+            "no such file: it was not created or copied yet, or the run started elsewhere",
         )
     has_documents = False
     # Decoded line by line, so that the error of a damaged line has its number.
@@ -154,7 +158,7 @@ def iter_corpus(path: Path) -> Iterator[Document]:
                 has_documents = True
                 yield _parse_corpus_line(line, f"tool.search.source={path}, line {number}")
     if not has_documents:
-        raise ValueError(f"tool.search.source={path}: no documents, expected at least one line")
+        raise ConfigError("tool.search.source", str(path), "at least one line", "no documents")
 
 
 def _index_schema() -> Any:
@@ -184,9 +188,8 @@ def _parse_corpus_line(line: bytes, where: str) -> Document:
         row = parse_json(line.decode())
     missing = {"id", "title", "text"} - set(row if isinstance(row, dict) else ())
     if missing:
-        raise ValueError(
-            f"{where}: missing {sorted(missing)}, expected an object with id, title and text"
-        )
+        expected = "an object with id, title and text"
+        raise InputError(where, f"one without {sorted(missing)}", expected)
     return Document(doc_id=str(row["id"]), title=str(row["title"]), text=str(row["text"]))
 
 
@@ -220,10 +223,11 @@ def open_or_build_index(
                 "release; probable cause: that process still builds the index, or is stopped"
             ) from error
         except (PermissionError, FileExistsError, NotADirectoryError) as error:
-            raise ValueError(
-                f"tool.search.source={corpus}: its index cannot be created in {folder} ({error}), "
-                "expected a writable folder; probable cause: it belongs to another user, or is on "
-                "a read-only disk"
+            raise ConfigError(
+                "tool.search.source",
+                str(corpus),
+                f"a corpus whose index can be written to {folder}",
+                f"the folder belongs to another user, or is on a read-only disk ({error})",
             ) from error
     return SearchIndex.open(index_folder)
 

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import httpx
 
 from mega_agentrl.config.enums import SearchBackend
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.tool.search.local_index import Document
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key, normalize_query
 from mega_agentrl.tool.web.retry import RequestRetrier, raise_for_status, read_body
@@ -62,10 +63,11 @@ class RemoteSearch:
         """Raise `ValueError` if a key is configured but missing."""
         name = self._config.api_key_env
         if name and not self._api_key:
-            raise ValueError(
-                f"tool.search.api_key_env={name}: this environment variable is unset or empty, "
-                f"expected the key of {self._config.source}; probable cause: it was not exported "
-                "where the run starts"
+            raise ConfigError(
+                "tool.search.api_key_env",
+                name,
+                f"an environment variable with the key of {self._config.source}",
+                "it is unset or empty: it was not exported where the run starts",
             )
 
     async def search(self, query: str, top_k: int) -> list[Document]:

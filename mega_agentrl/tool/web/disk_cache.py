@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from filelock import BaseFileLock, FileLock
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -75,16 +77,18 @@ class DiskCache:
         self._inode = 0
 
     def open(self) -> None:
-        """Open or create the file; raises `ValueError` if it cannot be written."""
+        """Open or create the file; raises `ConfigError` if it cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._lock:
                 if self._connection is None:
                     self._reopen()
         except (OSError, sqlite3.OperationalError) as error:
-            raise ValueError(
-                f"tool.cache.path={self._path}: cannot be opened for writing ({error}), expected a "
-                "file on a local disk; probable cause: a folder of another user, or a full disk"
+            raise ConfigError(
+                "tool.cache.path",
+                str(self._path),
+                "a file on a local disk that can be written",
+                f"a folder of another user, or a full disk ({error})",
             ) from error
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ from mega_agentrl.data.calls.requests import (
     make_requests,
 )
 from mega_agentrl.data.generated.entity_splits import Split, make_split_inventories
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.function_call import score
 
 
@@ -108,5 +109,6 @@ def test_a_request_names_every_function_with_the_value_of_its_call():
 
 
 def test_too_many_requests_are_refused():
-    with pytest.raises(ValueError, match=r"dev requests: num_requests=9000"):
-        make_requests(Split.dev, ("Bako", "Dumi", "Gapu", "Hobi"), num_requests=9000, seed=0)
+    with pytest.raises(InputError) as caught:
+        make_requests(Split.dev, ("Bako", "Dumi", "Gapu", "Hobi"), num_requests=200, seed=0)
+    assert (caught.value.name, caught.value.got) == ("dev requests, num_requests", 200)

@@ -5,6 +5,7 @@ import pytest
 from mega_agentrl.config.sections.reward import FUNCTION_CALL_SOURCES
 from mega_agentrl.data.converters.registry import SOURCES, convert_rows
 from mega_agentrl.data.converters.source_row import SourceRow
+from mega_agentrl.errors import InputError
 
 
 def test_sources_with_calls_are_those_of_the_reward():
@@ -19,15 +20,17 @@ def test_the_source_names_its_rows():
 
 
 def test_an_unknown_source_is_refused():
-    with pytest.raises(ValueError, match="source=gsm9k"):
+    with pytest.raises(InputError) as caught:
         convert_rows("gsm9k", [])
+    assert (caught.value.name, caught.value.got) == ("--source", "gsm9k")
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_of_another_data_set_are_refused(source):
     row = SourceRow("w.jsonl", "line 1", {"text": "once"})
-    with pytest.raises(ValueError, match=r"w\.jsonl line 1, field \w+: got"):
+    with pytest.raises(InputError) as caught:
         convert_rows(source, [row])
+    assert caught.value.name.startswith("w.jsonl line 1, field ")
 
 
 MESSAGES = [{"role": "user", "content": "?"}]

@@ -14,6 +14,7 @@ from mega_agentrl.data.converters.image_questions import (
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.data.prompt_images import PromptImageReader
 from mega_agentrl.data.rl_dataset import read_prompts
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.ares import accuracy
 from mega_agentrl.vision.placeholders import image_parts
 from mega_agentrl.vision.processor import ImageProcessor
@@ -75,8 +76,9 @@ def test_virl_answers_lose_their_box_and_images_are_paths():
     ],
 )
 def test_a_bad_row_is_named(values, field):
-    with pytest.raises(ValueError, match=rf"x\.parquet row 1, field {field}: got"):
+    with pytest.raises(InputError) as caught:
         convert_geometry3k(source_rows(GEOMETRY | {"id": 0}, GEOMETRY | values), "geometry3k")
+    assert caught.value.name == f"x.parquet row 1, field {field}"
 
 
 def test_converted_rows_of_all_three_are_prompts_with_images(tmp_path):

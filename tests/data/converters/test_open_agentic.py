@@ -6,6 +6,7 @@ import pytest
 
 from mega_agentrl.data.converters.open_agentic import convert_agentic
 from mega_agentrl.data.converters.source_row import SourceRow
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.function_call import score
 
 TOOLS = [{"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}]
@@ -98,5 +99,6 @@ def test_rows_of_the_xlam_shape_are_taken():
 )
 def test_a_bad_message_is_named(message):
     question = {"role": "user", "content": "?"}
-    with pytest.raises(ValueError, match=r"o\.jsonl line 2, field messages: got"):
+    with pytest.raises(InputError) as caught:
         convert({"messages": openai()}, {"messages": [question, message]})
+    assert caught.value.name == "o.jsonl line 2, field messages"

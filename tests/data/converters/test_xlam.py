@@ -7,6 +7,7 @@ import pytest
 from mega_agentrl.config.sections.reward import FUNCTION_CALL_SOURCES
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.data.converters.xlam import convert_xlam
+from mega_agentrl.errors import InputError
 
 TOOLS = [
     {
@@ -58,5 +59,6 @@ def test_a_row_holds_question_functions_and_calls():
     ],
 )
 def test_a_bad_row_is_named(change, field):
-    with pytest.raises(ValueError, match=rf"x\.json row 1, field {field}: got"):
+    with pytest.raises(InputError) as caught:
         convert_xlam(rows({}, change), "function_calling")
+    assert caught.value.name == f"x.json row 1, field {field}"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.encoding.codec import HFCodec, _encode_text
 from mega_agentrl.data.generated.tokenizer import train_tokenizer
 from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
@@ -132,13 +133,16 @@ def test_a_tokenizer_without_a_template_is_refused(folder):
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path=.*tokenizer_config\.json"):
+    with pytest.raises(ConfigError) as caught:
         HFCodec(tmp_path)
+    assert (caught.value.key, caught.value.got) == ("model.path", str(tmp_path))
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path):
     tokenizer = train_tokenizer(DIALOGUES, VOCABULARY, vocab_size=400)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no eos_token"):
+    with pytest.raises(ConfigError) as caught:
         HFCodec(tmp_path)
+    assert (caught.value.key, caught.value.got) == ("model.path", str(tmp_path))
+    assert "eos_token" in caught.value.expected

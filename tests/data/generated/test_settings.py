@@ -10,6 +10,7 @@ from mega_agentrl.data.generated.settings import (
     remove_stamp,
     write_stamp,
 )
+from mega_agentrl.errors import InputError
 
 OUTPUT_FILES = GeneratedTask.toolqa.output_files
 
@@ -45,5 +46,6 @@ def test_a_damaged_stamp_is_no_stamp(folder):
 
 
 def test_sizes_must_be_positive():
-    with pytest.raises(ValueError, match="num_train=0"):
+    with pytest.raises(InputError) as caught:
         TaskSettings(num_train=0)
+    assert (caught.value.name, caught.value.got) == ("num_train", 0)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from mega_agentrl.data.generated.task_folder import write_model
 from mega_agentrl.data.generated.tokenizer import train_tokenizer
 from mega_agentrl.data.toolqa.demonstrations import VOCABULARY
+from mega_agentrl.errors import InputError
 
 DIALOGUES = [[{"role": "user", "content": "What is 1*2?"}]] * 3
 
@@ -44,5 +45,6 @@ def test_the_weights_depend_on_the_seed_alone(tmp_path, tokenizer):
 
 
 def test_a_width_that_gives_no_even_number_of_heads_is_refused(tmp_path, tokenizer):
-    with pytest.raises(ValueError, match="hidden_size=96"):
+    with pytest.raises(InputError) as caught:
         write_model(tmp_path, tokenizer, num_layers=1, hidden_size=96, seed=0)
+    assert (caught.value.name, caught.value.got) == ("hidden_size", 96)

@@ -16,6 +16,7 @@ from mega_agentrl.data.sft_dataset import (
     read_conversations,
 )
 from mega_agentrl.data.vision_qa.demonstrations import GUESS_THOUGHT
+from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.vision.processor import ImageProcessor
 
@@ -95,8 +96,9 @@ def test_about_half_of_the_demonstrations_guess(folder):
 
 def test_blank_images_are_for_the_task_with_images():
     assert TaskSettings(task=GeneratedTask.vision, blank_images=True).blank_images
-    with pytest.raises(ValueError, match="blank_images"):
+    with pytest.raises(InputError) as caught:
         TaskSettings(task=GeneratedTask.calls, blank_images=True)
+    assert caught.value.name == "blank_images"
 
 
 def test_with_tags_an_image_follows_the_assistants_text(folder, codec, reader):

@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from mega_agentrl.tool.browse.page_fetcher import PageFetcher
-from mega_agentrl.tool.browse.url_rules import PageRefusedError, UrlRules
+from mega_agentrl.tool.browse.url_rules import PageRefusedError, RefusalReason, UrlRules
 from mega_agentrl.tool.web.retry import TransientError
 from tests.tool.local_server import Reply, serving
 
@@ -41,7 +41,7 @@ class NamedRules(UrlRules):
 
 def fetcher(server, resolve=None, rules=NamedRules, **options):
     made = rules(exempt_address=("127.0.0.1", server.port), **options.pop("lists", {}))
-    options = {"max_bytes": 1 << 20, "timeout_s": 5.0, **options}
+    options = {"max_bytes": 1 << 20, "timeout_s": 60.0, **options}
     return PageFetcher(made, resolve=resolve or names(site_test=HERE), **options)
 
 
@@ -67,15 +67,16 @@ async def test_a_name_is_resolved_once_and_connected_to_as_checked():
         reader = fetcher(server, rebinding)
         await reader.fetch(f"http://site.test:{server.port}/")
         assert len(server.requests) == 1
-        with pytest.raises(PageRefusedError, match="not a public address"):
+        with pytest.raises(PageRefusedError) as caught:
             await reader.fetch(f"http://site.test:{server.port}/")
+        assert caught.value.reason is RefusalReason.not_public
     assert len(server.requests) == 1
 
 
 async def test_private_addresses_are_never_connected_to():
     with serving(page(b"secret")) as server:
         port = server.port
-        reader = PageFetcher(UrlRules(), max_bytes=99, timeout_s=5, resolve=names(site_test=HERE))
+        reader = PageFetcher(UrlRules(), max_bytes=99, timeout_s=60, resolve=names(site_test=HERE))
         for url in (server.url, f"http://localhost:{port}", "http://site.test/", "http://[::1]/"):
             with pytest.raises(PageRefusedError):
                 await reader.fetch(url)
@@ -109,8 +110,9 @@ async def test_redirects_are_followed_and_checked_one_by_one():
             with pytest.raises(PageRefusedError):
                 await reader.fetch(f"{base}{path}")
             assert len(server.requests) == num_asked + 1, path
-        with pytest.raises(PageRefusedError, match="More than 5 redirects"):
+        with pytest.raises(PageRefusedError) as caught:
             await reader.fetch(f"{base}/loop")
+        assert caught.value.reason is RefusalReason.redirect
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -125,22 +127,36 @@ async def test_packed_pages_and_bombs(encoding):
 
 
 @pytest.mark.parametrize(
-    ("reply", "error", "named"),
+    ("reply", "reason"),
     [
-        (page(b"no gzip", **{"Content-Encoding": "gzip"}), TransientError, "gzip"),
-        (page(b"x", **{"Content-Encoding": "br"}), PageRefusedError, "br"),
-        (page(b"x", **{"Content-Type": "application/pdf"}), PageRefusedError, "application/pdf"),
-        (page(b"x", **{"Content-Type": "multipart/mixed"}), PageRefusedError, "multipart/mixed"),
-        (lambda _: Reply(status=404), PageRefusedError, "404"),
-        (lambda _: Reply(status=403), PageRefusedError, "403"),
-        (lambda _: Reply(status=503), TransientError, "503"),
+        (page(b"x", **{"Content-Encoding": "br"}), RefusalReason.content),
+        (page(b"x", **{"Content-Type": "application/pdf"}), RefusalReason.content),
+        (page(b"x", **{"Content-Type": "multipart/mixed"}), RefusalReason.content),
+        (lambda _: Reply(status=404), RefusalReason.status),
+        (lambda _: Reply(status=403), RefusalReason.status),
     ],
-    ids=["broken", "packing", "pdf", "multipart", "missing", "forbidden", "overloaded"],
+    ids=["packing", "pdf", "multipart", "missing", "forbidden"],
 )
-async def test_what_is_no_readable_page_is_refused_or_tried_again(reply, error, named):
+async def test_a_page_that_cannot_be_read_is_refused(reply, reason):
     with serving(reply) as server:
-        with pytest.raises(error, match=named):
+        with pytest.raises(PageRefusedError) as caught:
             await fetcher(server).fetch(server.url)
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("reply", "status"),
+    [
+        (page(b"no gzip", **{"Content-Encoding": "gzip"}), None),
+        (lambda _: Reply(status=503), 503),
+    ],
+    ids=["broken", "overloaded"],
+)
+async def test_a_broken_answer_and_an_overloaded_server_are_transient(reply, status):
+    with serving(reply) as server:
+        with pytest.raises(TransientError) as caught:
+            await fetcher(server).fetch(server.url)
+    assert caught.value.status == status
 
 
 async def test_a_page_without_end_is_read_up_to_the_limit():
@@ -156,8 +172,8 @@ async def test_a_page_without_end_is_read_up_to_the_limit():
     blocked = await asyncio.start_server(endless, "127.0.0.1", 0)
     port = blocked.sockets[0].getsockname()[1]
     rules = UrlRules(exempt_address=("127.0.0.1", port))
-    async with asyncio.timeout(10):
-        found = await PageFetcher(rules, max_bytes=50_000, timeout_s=5).fetch(
+    async with asyncio.timeout(60):
+        found = await PageFetcher(rules, max_bytes=50_000, timeout_s=60).fetch(
             f"http://127.0.0.1:{port}/"
         )
     blocked.close()
@@ -179,7 +195,7 @@ async def test_the_name_not_the_address_is_proven_by_tls(tmp_path):
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
          "-keyout", key, "-out", cert, "-subj", "/CN=site.test",
          "-addext", "subjectAltName=DNS:site.test"],
-        check=True, capture_output=True, timeout=30,
+        check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -197,7 +213,7 @@ async def test_the_name_not_the_address_is_proven_by_tls(tmp_path):
     rules = NamedRules(exempt_address=("127.0.0.1", port))
     trust = ssl.create_default_context(cafile=str(cert))
     resolve = names(site_test=HERE, other_test=HERE)
-    reader = PageFetcher(rules, max_bytes=99, timeout_s=5, resolve=resolve, ssl_context=trust)
+    reader = PageFetcher(rules, max_bytes=99, timeout_s=60, resolve=resolve, ssl_context=trust)
     assert (await reader.fetch(f"https://site.test:{port}/")).body == b"x"
     with pytest.raises(Exception, match=r"not valid for 'other[.]test'"):
         await reader.fetch(f"https://other.test:{port}/")

@@ -3,6 +3,8 @@
 import asyncio
 import resource
 import threading
+import time
+from base64 import b64decode
 
 import pytest
 
@@ -90,11 +92,26 @@ SLOW_PAGE = b"<html><body>" + b"<a><br>" * (2 << 20)
 """Minutes of work for the parser, and larger than any page that is fetched."""
 
 
-async def test_a_page_that_takes_long_is_refused_and_the_next_is_parsed():
+def parse_or_sleep(body, charset):
+    """Stand in for the parser, which a page of one word holds up without using the processor."""
+    if b64decode(body) == b"sleep":
+        time.sleep(600)
+    return page_text.parse_in_worker(body, charset)
+
+
+@pytest.mark.parametrize(
+    "slow_page",
+    [
+        pytest.param(b"sleep", id="sleeps"),
+        pytest.param(SLOW_PAGE, id="computes", marks=pytest.mark.extended),
+    ],
+)
+async def test_a_page_that_takes_long_is_refused_and_the_next_is_parsed(monkeypatch, slow_page):
+    monkeypatch.setattr(page_text, "_WORKER_FUNCTION", f"{__name__}:parse_or_sleep")
     extractor = PageTextExtractor(timeout_s=3.0)
     good = make_page(ARTICLE.format("Otters eat clams.").encode())
     try:
-        slow = [extractor.extract(make_page(SLOW_PAGE)) for _ in range(2)]
+        slow = [extractor.extract(make_page(slow_page)) for _ in range(2)]
         found = await asyncio.gather(*slow, return_exceptions=True)
         assert [type(one) for one in found] == [PageRefusedError] * 2
         assert "holding hands" in await extractor.extract(good)

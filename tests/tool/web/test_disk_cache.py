@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.tool.web import disk_cache
 from mega_agentrl.tool.web.disk_cache import DiskCache
 
@@ -107,7 +108,7 @@ def test_threads_share_it(path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert not failures
 
 
@@ -169,10 +170,10 @@ def test_a_file_that_was_removed_is_begun_anew(path):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"tool.cache.path=.*probable cause"):
-        make(tmp_path / "file" / "cache.sqlite")
-    with pytest.raises(ValueError, match=r"tool.cache.path="):
-        make(tmp_path)
+    for path in (tmp_path / "file" / "cache.sqlite", tmp_path):
+        with pytest.raises(ConfigError) as caught:
+            make(path)
+        assert (caught.value.key, caught.value.got) == ("tool.cache.path", str(path))
 
 
 def test_a_file_held_by_another_is_a_miss_not_an_error(path, monkeypatch):
@@ -221,14 +222,14 @@ def test_eight_processes_half_of_them_killed_lose_and_damage_nothing(tmp_path, p
         rng = random.Random(0)
         for seed in victims:
             wanted = 150 + 50 * seed
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while not logs[seed].exists() or logs[seed].read_text().count("\n") < wanted:
                 assert time.monotonic() < deadline, f"process {seed} does not get on"
                 time.sleep(0.01)
             time.sleep(rng.random() * 0.02)
             os.kill(children[seed].pid, signal.SIGKILL)
         for seed, child in enumerate(children):
-            out = child.communicate(timeout=90)[0]
+            out = child.communicate(timeout=300)[0]
             assert child.returncode == (-signal.SIGKILL if seed in victims else 0)
             assert out == ("" if seed in victims else "done 0\n")
     finally:

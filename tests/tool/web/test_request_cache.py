@@ -91,28 +91,28 @@ async def test_cancelled_callers_leave_the_work_to_the_others(num_cancelled):
 
 
 def test_work_is_shared_by_event_loops_and_begun_anew_after_its_loop_has_ended():
-    cache, runs, started, go = RequestCache(None), [], threading.Event(), threading.Event()
+    cache, runs, joined, go = RequestCache(None), [], threading.Barrier(3), threading.Event()
 
     async def fetch():
         runs.append(1)
-        started.set()
         while not go.is_set():
             await asyncio.sleep(0.005)
         return "answer"
 
     answers = []
 
-    def call():
-        answers.append(asyncio.run(cache.get_or_fetch("a", fetch)))
+    async def call():
+        task = asyncio.ensure_future(cache.get_or_fetch("a", fetch))
+        await asyncio.sleep(0)  # it begins the work, or waits for it
+        await asyncio.to_thread(joined.wait, 60)
+        go.set()
+        answers.append(await task)
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    threads[0].start()
-    assert started.wait(5)
-    for thread in threads[1:]:
-        thread.start()
-    threading.Timer(0.1, go.set).start()
+    threads = [threading.Thread(target=lambda: asyncio.run(call())) for _ in range(3)]
     for thread in threads:
-        thread.join(10)
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert answers == [("answer", False)] * 3
     assert runs == [1]
 

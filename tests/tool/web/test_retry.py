@@ -87,7 +87,7 @@ async def test_anything_else_is_final(error):
 
 
 async def test_a_deadline_over_everything(monkeypatch):
-    with pytest.raises(TimeoutError, match=r"0.2 s"):
+    with pytest.raises(TimeoutError):
         await call(timeout_s=0.2).run(Script(600.0))
     monkeypatch.setattr(retry, "NUM_RETRIES", 1000)
     with pytest.raises(TimeoutError):
@@ -119,8 +119,9 @@ async def test_retry_after_is_waited_for_by_everybody():
 
 async def test_a_retry_after_beyond_the_deadline_is_not_waited_for():
     script = Script(TransientError("429", retry_after_s=600), "fine")
-    with pytest.raises(TransientError, match="429"):
+    with pytest.raises(TransientError) as caught:
         await call(timeout_s=60).run(script)
+    assert caught.value.retry_after_s == 600
     assert len(script.times) == 1
 
 
@@ -145,7 +146,7 @@ def test_statuses():
     status(200)
     status(204)
     for code in (301, 400, 401, 403, 404, 422, 501):
-        with pytest.raises(HttpStatusError, match=str(code)) as final:
+        with pytest.raises(HttpStatusError) as final:
             status(code)
         assert final.value.status == code
     for code in (429, 500, 502, 503, 504):
@@ -189,23 +190,9 @@ async def test_starts_are_spread():
     assert max(starts) - min(starts) == pytest.approx(0.2, abs=1e-3)
 
 
-def test_over_loops_and_threads():
-    limiter, starts = RateLimiter(50), []
-
-    async def calls():
-        for _ in range(4):
-            await limiter.acquire(10)
-            starts.append(now_s())
-
-    threads = [threading.Thread(target=lambda: asyncio.run(calls())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert max(starts) - min(starts) >= 0.21
-
-
-async def test_a_refused_caller_takes_no_start(monkeypatch):
+@pytest.fixture
+def stopped_clock(monkeypatch):
+    """The time, which a test sets, and the waits, which take none."""
     now_s, slept_s = [1000.0], []
 
     async def sleep(wait_s):
@@ -213,6 +200,26 @@ async def test_a_refused_caller_takes_no_start(monkeypatch):
 
     monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(retry, "asyncio", SimpleNamespace(sleep=sleep))
+    return now_s, slept_s
+
+
+def test_starts_are_spread_over_loops_and_threads(stopped_clock):
+    limiter, (_, slept_s) = RateLimiter(50), stopped_clock
+
+    async def calls():
+        for _ in range(4):
+            await limiter.acquire(10)
+
+    threads = [threading.Thread(target=lambda: asyncio.run(calls())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(slept_s) == pytest.approx([number / 50 for number in range(1, 12)])
+
+
+async def test_a_refused_caller_takes_no_start(stopped_clock):
+    now_s, slept_s = stopped_clock
     limiter = RateLimiter(1)
     await limiter.acquire(0)
     for _ in range(1000):
