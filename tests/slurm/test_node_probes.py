@@ -79,6 +79,7 @@ def test_kernel_is_compiled_and_compared_with_its_definition():
     assert subprocess.run([*program, "no-device"], check=False, capture_output=True).returncode
 
 
+@pytest.mark.extended
 def test_gloo_connects_nodes_on_the_interface_of_their_address(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     peers = {node: ("127.0.0.1", 0, find_port_pair(11)) for node in ("n1", "n2")}
