@@ -75,8 +75,6 @@ ROUNDS = 5
 COLD_CALLS = 12
 """Baseline calls of a rate; a multiple of the period of a mix."""
 DEADLINE_S = 60.0
-
-
 QUICK_CASES = ["rate/mix", "p50/plain", "p99/numpy", "stateful/p50", "fork/p99", "memory/session"]
 
 
