@@ -220,7 +220,7 @@ def test_prompt_with_invalid_tool_kwargs_is_found(config, assets, tmp_path):
     config.data.train = f"{tmp_path}/train.parquet"
     pd.DataFrame([row]).to_parquet(config.data.train)
     message = refusal(config)
-    assert "toolqa/7" in message and "gsm8k" in message
+    assert "/7" in message and "tool gsm8k" in message
 
 
 @pytest.mark.parametrize(
