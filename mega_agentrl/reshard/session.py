@@ -95,6 +95,33 @@ class TransferSession:
         return restored
 
 
+class RanksNotJoinedError(RuntimeError):
+    """The ranks of a session did not meet before the deadline."""
+
+    def __init__(
+        self, rank: int, missing_ranks: tuple[int, ...] | None, meeting: str, cause: str
+    ) -> None:
+        super().__init__(rank, missing_ranks, meeting, cause)
+        self.rank = rank
+        """Rank that raises."""
+        self.missing_ranks = missing_ranks
+        """Ranks that had not joined; None if the store does not answer."""
+        self.meeting = meeting
+        """How many ranks were to meet where, and in how many seconds."""
+        self.cause = cause
+
+    def __str__(self) -> str:
+        """Return the message."""
+        missing = "; the store did not answer"
+        if self.missing_ranks is not None:
+            names = ", ".join(map(str, self.missing_ranks))
+            missing = f"; missing: rank {names}" if names else ""
+        return (
+            f"rank {self.rank} of the weight transfer: did not meet {self.meeting}{missing}: "
+            f"{self.cause}"
+        )
+
+
 def open_store(address: str, timeout_s: float) -> TCPStore:
     """Open a TCP store on a free port; the process that opens it must stay alive."""
     return TCPStore(
@@ -122,7 +149,7 @@ def join_session(
         store: The store, if this process has opened it.
 
     Raises:
-        RuntimeError: If ranks are missing at the deadline; the message names them.
+        RanksNotJoinedError: If ranks are missing at the deadline.
         ValueError: If the plan was made from another layout, or locations from other ranks.
     """
     world_size = session.plan.world_size
@@ -142,11 +169,12 @@ def join_session(
             chosen=session.transport,
         )
     except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank} of the weight transfer: the {world_size} ranks did not meet at "
-            f"{session.address}:{session.port} within {session.timeout_s:g} s"
-            f"{_describe_missing_ranks(session, store)}: {error}"
-        ) from error
+        meeting = (
+            f"the {world_size} ranks at {session.address}:{session.port} within "
+            f"{session.timeout_s:g} s"
+        )
+        missing_ranks = _missing_ranks(session, store)
+        raise RanksNotJoinedError(rank, missing_ranks, meeting, str(error)) from error
     try:
         return TransferExecutor(session.plan, rank, transport, layout, session.timeout_s)
     except ValueError as error:
@@ -154,15 +182,14 @@ def join_session(
         raise ValueError(f"rank {rank} of the weight transfer: {error}") from error
 
 
-def _describe_missing_ranks(session: TransferSession, store: TCPStore | None) -> str:
-    """Name the ranks that did not join, if the store still answers."""
+def _missing_ranks(session: TransferSession, store: TCPStore | None) -> tuple[int, ...] | None:
+    """Return the ranks that did not join; None if the store does not answer."""
     if store is None:
-        return "; the store did not answer"
+        return None
     keyed_store = PrefixStore(session.store_prefix, store)
     try:
-        missing = [
+        return tuple(
             r for r in range(session.plan.world_size) if not keyed_store.check([f"joined/{r}"])
-        ]
+        )
     except RuntimeError:
-        return "; the store is gone"
-    return f"; missing: rank {', '.join(map(str, missing))}" if missing else ""
+        return None

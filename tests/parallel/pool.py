@@ -48,7 +48,16 @@ ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
 
 
 class RankError(RuntimeError):
-    """A job failed; the message has the state of each rank and the end of its log."""
+    """A job "failed" on a rank, a rank "died", or ranks are "late".
+
+    `details` has the traceback of the failure, or the end of each rank's log.
+    """
+
+    def __init__(self, job: str, reason: str, ranks: tuple[int, ...], details: str) -> None:
+        super().__init__(f"{job}: {reason}: rank {', '.join(map(str, ranks))}\n{details}")
+        self.reason = reason
+        self.ranks = ranks
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class RankPool:
 
     def __init__(self, folder: Path, *, deadline_s: float = 300.0) -> None:
         self._folder = folder
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._ranks: list[_Rank] = []
         self._num_started = 0
         self._start(1)
@@ -97,11 +106,12 @@ class RankPool:
                     "timeout_s": COLLECTIVE_DEADLINE_S,
                 }
                 rank.connection.send_bytes(packed((name, rank_info, arguments)))
-            return _collect(name, busy, self._deadline_s)
+            return _collect(name, busy, self.deadline_s)
         except BrokenPipeError as error:
+            dead = tuple(n for n, r in enumerate(self._ranks) if not r.process.is_alive())
             logs = _logs(self._ranks)
             self.close()
-            raise RankError(f"{name}: a rank died between two jobs\n{logs}") from error
+            raise RankError(name, "died", dead, logs) from error
         except BaseException:
             self.close()
             raise
@@ -131,17 +141,16 @@ def _collect(name: str, busy: list[_Rank], deadline_s: float) -> list[Any]:
     while numbers:
         ready = wait(list(numbers), timeout=max(0.0, ends_at - time.monotonic()))
         if not ready:
-            late = ", ".join(map(str, sorted(numbers.values())))
             _ask_where(busy)
-            raise RankError(f"{name}: rank {late} still busy after {deadline_s} s\n{_logs(busy)}")
+            raise RankError(name, "late", tuple(sorted(numbers.values())), _logs(busy))
         for connection in ready:
             number = numbers.pop(connection)
             try:
                 failure, value = unpacked(connection.recv_bytes())
             except (EOFError, ConnectionResetError) as error:
-                raise RankError(f"{name}: rank {number} died\n{_logs(busy)}") from error
+                raise RankError(name, "died", (number,), _logs(busy)) from error
             if failure:
-                raise RankError(f"{name}: rank {number} of {len(busy)} failed\n{failure}")
+                raise RankError(name, "failed", (number,), failure)
             results[number] = value
     return [results[number] for number in range(len(busy))]
 

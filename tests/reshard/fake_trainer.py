@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 ADDRESS = "127.0.0.1"
-DEADLINE_S = 60.0
+DEADLINE_S = 100.0
 
 
 def source_layouts(folder: Path, tensor: int, pipeline: int) -> list[list[ShardLayout]]:
@@ -72,7 +72,7 @@ class FakeTrainer:
         *,
         tensor: int = 2,
         pipeline: int = 2,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         dtype: str = "float32",
     ) -> None:
         self.hit: Hit | None = None

@@ -53,6 +53,8 @@ LAYOUTS = {
         1,
     ),
 }
+QUICK = ("dense TP2 to TP1", "experts TP2-EP2 to TP2")
+"""Layouts on which `make test` tries the faults."""
 NUM_FAULTS_PER_KIND = 5
 KINDS = (
     "not bound",
@@ -289,7 +291,9 @@ def test_policy_and_rollout_ranks_merge_to_equal_bits(case):
     assert Delivery(make_transfer(case)).wrong == set()
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.extended) for c in LAYOUTS]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_faults_of_delivery_are_found(case, kind):
     """200 faults: 4 layouts, 10 kinds, 5 of each."""

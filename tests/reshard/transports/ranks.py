@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ADDRESS = "127.0.0.1"
-ANSWER_S = 60.0
-JOIN_S = 30.0
+ANSWER_S = 120.0
+JOIN_S = 60.0
 SLOT_BYTES = 100_000
 
 
@@ -113,7 +113,7 @@ def _run(pipe: Any, rank: int, world_size: int) -> None:
 
 
 def send(
-    rank_state: RankState, values: list[int], peers: list[int], timeout_s: float = 20.0
+    rank_state: RankState, values: list[int], peers: list[int], timeout_s: float = 60.0
 ) -> None:
     """Frames of 1,000 times `value` bytes that hold it, each to all peers, from two slots."""
     send_handles: list[list[Any]] = [[], []]
@@ -131,7 +131,7 @@ def receive(
     peer: int,
     count: int,
     onward: tuple[int, ...] = (),
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
 ) -> list[tuple[int, bool]]:
     """(first byte, whether all of the frame is as it must be) of each; passes them on."""
     found = []

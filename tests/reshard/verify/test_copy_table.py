@@ -20,6 +20,7 @@ def test_the_loop_for_cpus(check):
     check("cpu")
 
 
+@pytest.mark.extended
 def test_the_triton_kernel_in_its_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
