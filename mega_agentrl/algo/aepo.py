@@ -22,6 +22,7 @@ import torch
 
 from mega_agentrl.algo.masking import map_row_chunks, masked_moments
 from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.errors import InputError
 
 MONITOR_SLOPE = 0.5
 """Factor of the difference of the entropies in `initial_rollouts`."""
@@ -73,7 +74,7 @@ def initial_rollouts(n: int, h_root: float, h_tool: float) -> int:
         ValueError: `n` is below 1.
     """
     if n < 1:
-        raise ValueError(f"n={n}: expected at least 1 trajectory")
+        raise InputError("n", n, "at least 1 trajectory")
     share = 1 / (1 + math.exp(-MONITOR_SLOPE * (h_root - h_tool)))
     return min(max(int(n * share) + 1, 1), n)
 

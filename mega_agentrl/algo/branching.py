@@ -17,6 +17,7 @@ import math
 import torch
 
 from mega_agentrl.algo.shape_checks import check_rank
+from mega_agentrl.errors import InputError
 
 RELEASED_WINDOW_TOKENS = 20
 """Tokens of a segment that `released_segment_entropy` reads."""
@@ -53,7 +54,7 @@ def released_segment_entropy(logprob_TK: torch.Tensor, vocab_size: int) -> float
     """
     check_rank(logprob_TK=logprob_TK)
     if vocab_size < 2:
-        raise ValueError(f"vocab_size={vocab_size}: expected at least 2")
+        raise InputError("vocab_size", vocab_size, "at least 2")
     total = _entropy_terms(logprob_TK[:RELEASED_WINDOW_TOKENS].double()).sum()
     return float(total) / math.log(vocab_size)
 

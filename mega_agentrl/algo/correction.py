@@ -25,6 +25,7 @@ from mega_agentrl.algo.masking import (
     zero_masked,
 )
 from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.errors import InputError
 
 LEVELS = ("token", "sequence")
 MODES = ("truncated", "masked")
@@ -57,11 +58,12 @@ def importance_weights(
         ValueError: level, mode or cap is unknown or out of range.
     """
     check_same_shape(train_logp_BT=train_logp_BT, rollout_logp_BT=rollout_logp_BT, mask_BT=mask_BT)
-    if level not in LEVELS or mode not in MODES or cap <= 0:
-        raise ValueError(
-            f"importance_weights: got level={level}, mode={mode}, cap={cap}; expected a level of "
-            f"{', '.join(LEVELS)}, a mode of {', '.join(MODES)} and a cap above 0"
-        )
+    if level not in LEVELS:
+        raise InputError("level", level, f"one of {', '.join(LEVELS)}")
+    if mode not in MODES:
+        raise InputError("mode", mode, f"one of {', '.join(MODES)}")
+    if cap <= 0:
+        raise InputError("cap", cap, "above 0")
     capped_weight = cap if mode == "truncated" else 0.0
     weights, sums, weight_sums = [], [], []
     for train_RT, rollout_RT, mask_RT in row_chunks(train_logp_BT, rollout_logp_BT, mask_BT):

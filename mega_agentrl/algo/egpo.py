@@ -23,6 +23,7 @@ import torch
 
 from mega_agentrl.algo.masking import map_row_chunks, masked_mean, shift
 from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +51,10 @@ def egpo(
         ValueError: `lam` or `alpha` is out of range.
     """
     check_same_shape(advantage_B=advantage_B, cot_entropy_B=cot_entropy_B)
-    if alpha <= 0 or lam < 0:
-        raise ValueError(f"egpo: got lam={lam}, alpha={alpha}; expected lam >= 0 and alpha > 0")
+    if lam < 0:
+        raise InputError("lam", lam, "at least 0")
+    if alpha <= 0:
+        raise InputError("alpha", alpha, "above 0")
     bound_B = advantage_B.abs() / alpha
     entropy_B = cot_entropy_B.detach().to(advantage_B.dtype)
     return advantage_B + lam * torch.minimum(torch.maximum(entropy_B, -bound_B), bound_B)
@@ -68,19 +71,14 @@ def cot_entropy(entropy_BT: torch.Tensor | None, cot_BT: torch.Tensor) -> torch.
         ValueError: the entropies are None or not finite under the mask.
     """
     if entropy_BT is None:
-        raise ValueError(
-            "entropy_BT: got None, expected the entropies of the log-prob pass; EGPO has no "
-            "substitute for them; probable cause: the pass ran without entropies"
-        )
+        expected = "the entropies of the log-prob pass, for which EGPO has no substitute"
+        raise InputError("entropy_BT", None, expected, "the pass ran without entropies")
     check_same_shape(entropy_BT=entropy_BT, cot_BT=cot_BT)
     mean_B = masked_mean(entropy_BT.detach(), cot_BT, dim=1)
     if not bool(mean_B.isfinite().all()):
         bad = int((~mean_B.isfinite()).sum())
-        raise ValueError(
-            f"entropy_BT: got entropies that are not finite in the chain of thought of {bad} of "
-            f"{len(mean_B)} trajectories, expected finite ones; probable cause: missing "
-            "entropies filled with NaN"
-        )
+        got = f"values that are not finite in {bad} of {len(mean_B)} chains of thought"
+        raise InputError("entropy_BT", got, "finite ones", "missing entropies filled with NaN")
     return mean_B
 
 
@@ -108,7 +106,7 @@ def cot_mask(
     check_same_shape(token_BT=token_BT, mask_BT=mask_BT)
     start, end = _marker_ids("start_id", start_id), _marker_ids("end_id", end_id)
     if blocks not in COT_BLOCKS:
-        raise ValueError(f"blocks={blocks}: expected one of {', '.join(COT_BLOCKS)}")
+        raise InputError("blocks", blocks, f"one of {', '.join(COT_BLOCKS)}")
 
     def cot_mask_of_rows(token_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
         mask_RT = mask_RT.bool()
@@ -121,10 +119,8 @@ def cot_mask(
 def _marker_ids(name: str, marker: int | Sequence[int]) -> tuple[int, ...]:
     ids = (marker,) if isinstance(marker, int) else tuple(marker)
     if not ids:
-        raise ValueError(
-            f"{name}: got an empty marker, expected at least one token id; probable cause: the "
-            "model's tokenizer has no such marker"
-        )
+        cause = "the model's tokenizer has no such marker"
+        raise InputError(name, ids, "at least one token id", cause)
     return ids
 
 

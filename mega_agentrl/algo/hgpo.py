@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from mega_agentrl.algo.advantage import group_index_and_size, grpo
+from mega_agentrl.errors import InputError
 
 
 def hgpo(
@@ -45,10 +46,8 @@ def hgpo(
         ValueError: The shapes do not fit.
     """
     if context_KS.ndim != 2 or context_KS.shape[1:] != return_S.shape:
-        raise ValueError(
-            f"context_KS: got shape {tuple(context_KS.shape)}, expected (K, S) with return_S of "
-            f"shape (S,), which has {tuple(return_S.shape)}"
-        )
+        expected = f"(K, S) with return_S of shape (S,), which has {tuple(return_S.shape)}"
+        raise InputError("context_KS", tuple(context_KS.shape), expected)
     total_S = torch.zeros_like(return_S, dtype=torch.float64)
     weight_sum_S = torch.zeros_like(total_S)
     for depth, context_S in enumerate(context_KS):

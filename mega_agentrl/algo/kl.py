@@ -20,6 +20,7 @@ import torch
 
 from mega_agentrl.algo.masking import EXPONENT_BOUND, upcast, zero_masked
 from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.errors import InputError
 
 K3_BOUND = 10.0
 """Largest absolute value of k3, in nats."""
@@ -54,7 +55,7 @@ def kl_penalty(logp_BT: torch.Tensor, ref_logp_BT: torch.Tensor, kind: str) -> t
             # overflowing exponential has the gradient inf * 0.
             exponent_BT = (-gap_BT).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
             return (exponent_BT.expm1() - exponent_BT).clamp(-K3_BOUND, K3_BOUND)
-    raise ValueError(f"kind={kind}: expected one of k1, abs, k2, k3")
+    raise InputError("kind", kind, "one of k1, abs, k2, k3")
 
 
 def apply_kl_penalty(
@@ -77,11 +78,11 @@ class AdaptiveKL:
     """Optimizer steps in which a KL that is off by 20 % or more changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:
-        if self.coef < 0 or self.target <= 0 or self.horizon <= 0:
-            raise ValueError(
-                f"AdaptiveKL: got coef={self.coef}, target={self.target}, "
-                f"horizon={self.horizon}; expected coef at least 0, the others above 0"
-            )
+        if self.coef < 0:
+            raise InputError("coef", self.coef, "at least 0")
+        for name, value in (("target", self.target), ("horizon", self.horizon)):
+            if value <= 0:
+                raise InputError(name, value, "above 0")
 
 
 def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -134,6 +136,4 @@ def row_chunks(*tensors_B: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 def _check_mask_shape(x: torch.Tensor, mask: torch.Tensor) -> None:
     if x.shape != mask.shape:
-        raise ValueError(
-            f"mask: got shape {tuple(mask.shape)}, expected that of x, {tuple(x.shape)}"
-        )
+        raise InputError("mask", tuple(mask.shape), f"the shape of x, {tuple(x.shape)}")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mega_agentrl.algo.shape_checks import check_same_shape
+from mega_agentrl.errors import InputError
 
 MIN_CORRECT_VISITS = 2
 """Visits in a row with only correct trajectories after which a prompt can be mastered."""
@@ -73,10 +74,8 @@ def update(
     """
     check_same_shape(correct_B=correct_B, entropy_B=entropy_B)
     if len(prompt_ids) != len(correct_B):
-        raise ValueError(
-            f"mastery: got {len(prompt_ids)} prompt_ids and correct_B {tuple(correct_B.shape)}, "
-            "expected one id per trajectory"
-        )
+        expected = f"{len(correct_B)}, one for each trajectory of correct_B"
+        raise InputError("number of prompt_ids", len(prompt_ids), expected)
     indices_by_prompt: dict[str, list[int]] = {}
     for index, prompt_id in enumerate(prompt_ids):
         indices_by_prompt.setdefault(prompt_id, []).append(index)

@@ -42,6 +42,7 @@ from mega_agentrl.algo.masking import (
     zero_masked,
 )
 from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
+from mega_agentrl.errors import InputError
 
 AGGREGATION_MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
 
@@ -348,7 +349,7 @@ def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
         case "seq_sum_norm":
             number = torch.tensor(mask_BT.shape[1], device=mask_BT.device)
         case _:
-            raise ValueError(f"mode={mode}: expected one of {', '.join(AGGREGATION_MODES)}")
+            raise InputError("mode", mode, f"one of {', '.join(AGGREGATION_MODES)}")
     return number.clamp(min=1).float()
 
 

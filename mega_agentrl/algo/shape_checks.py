@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -21,29 +23,24 @@ def check_rank(**tensors: torch.Tensor) -> None:
         if tensor.ndim != len(suffix):
             others = [other for other in tensors if other != name]
             context = f"; the other tensors are {_format_shapes(tensors, others)}" if others else ""
-            raise ValueError(
-                f"{name}: got shape {tuple(tensor.shape)}, expected {len(suffix)} axes "
-                f"[{', '.join(suffix)}]{context}"
-            )
+            expected = f"{len(suffix)} axes [{', '.join(suffix)}]{context}"
+            raise InputError(name, tuple(tensor.shape), expected)
 
 
 def check_same_shape(**tensors: torch.Tensor) -> None:
     """Raise `ValueError` unless all tensors have the rank of their names and the same shape."""
     check_rank(**tensors)
     if len({tensor.shape for tensor in tensors.values()}) > 1:
-        raise ValueError(
-            f"expected one shape for all of these, got {_format_shapes(tensors, tensors)}"
-        )
+        shapes = _format_shapes(tensors, tensors)
+        raise InputError(", ".join(tensors), shapes, "one shape for all of these")
 
 
 def check_same_rows(row_B: torch.Tensor, grid_BT: torch.Tensor) -> None:
     """Raise `ValueError` unless a [B] tensor and a [B, T] tensor have the same number of rows."""
     check_rank(row_B=row_B, grid_BT=grid_BT)
     if row_B.shape[0] != grid_BT.shape[0]:
-        raise ValueError(
-            f"expected equal numbers of rows, got a [B] tensor of shape {tuple(row_B.shape)} "
-            f"and a [B, T] tensor of shape {tuple(grid_BT.shape)}"
-        )
+        got = f"[B] of shape {tuple(row_B.shape)} and [B, T] of shape {tuple(grid_BT.shape)}"
+        raise InputError("rows of two tensors", got, "equal numbers")
 
 
 def _format_shapes(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from mega_agentrl.algo.advantage import group_index_and_size, group_sum, grpo
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -129,7 +130,7 @@ def fork_advantages(
     check_same_shape(reward_L=reward_L, leaf_node_L=leaf_node_L, group_L=group_L)
     check_rank(parent_N=parent_N)
     if shrinkage is not None and not shrinkage >= 0:
-        raise ValueError(f"shrinkage={shrinkage}: expected None or at least 0 leaves")
+        raise InputError("shrinkage", shrinkage, "None or at least 0 leaves")
     check_nodes(leaf_node_L, parent_N)
     reward64_L = reward_L.double()
     # The node above the current depth on each leaf's path, and its value; above the roots, those of
@@ -232,7 +233,7 @@ def ancestors_from_roots(
     node_L = leaf_node_L
     while bool((node_L >= 0).any()):
         if len(paths) > len(parent_N):
-            raise ValueError("parent_N has a cycle, expected trees")
+            raise InputError("parent_N", "a cycle", "trees")
         paths.append(node_L)
         node_L = torch.where(node_L >= 0, parent_N[node_L.clamp(min=0)], -1)
     num_ancestors_L = torch.stack([(path_L >= 0).long() for path_L in paths]).sum(0)
@@ -248,7 +249,6 @@ def check_nodes(leaf_node_L: torch.Tensor, parent_N: torch.Tensor) -> None:
     num_nodes = len(parent_N)
     for name, node, low in (("leaf_node_L", leaf_node_L, 0), ("parent_N", parent_N, -1)):
         if node.numel() and not low <= int(node.min()) <= int(node.max()) < num_nodes:
-            raise ValueError(
-                f"{name} has nodes from {int(node.min())} to {int(node.max())}, expected {low} to "
-                f"{num_nodes - 1}, for {num_nodes} nodes"
-            )
+            got = (int(node.min()), int(node.max()))
+            expected = f"nodes from {low} to {num_nodes - 1}, for {num_nodes} nodes"
+            raise InputError(name, got, expected)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.numerics.elementary import exp, log, sin_cos
 from mega_agentrl.numerics.exact_sums import (
     FixedPointRows,
@@ -79,7 +80,7 @@ def attention(
         ValueError: More keys than `MAX_KEYS`.
     """
     if key.size(2) > MAX_KEYS:
-        raise ValueError(f"attention over {key.size(2)} keys, expected at most {MAX_KEYS}")
+        raise InputError("number of keys", key.size(2), f"at most {MAX_KEYS}")
     num_rows, num_heads, num_queries, width = query.shape
     num_groups, num_keys = key.shape[1:3]
     # The queries of a key/value head are as many rows of one product.

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.algo.aepo import branch_penalty, entropy_scaled, initial_rollouts
 from mega_agentrl.algo.policy_loss import aggregate, clipped
+from mega_agentrl.errors import InputError
 from tests.algo.golden_values import load_golden
 
 GOLDEN = load_golden("aepo")
@@ -80,5 +81,6 @@ def test_penalties_by_hand():
 
 
 def test_no_trajectories_are_refused():
-    with pytest.raises(ValueError, match="n=0"):
+    with pytest.raises(InputError) as caught:
         initial_rollouts(0, 1.0, 1.0)
+    assert (caught.value.name, caught.value.got) == ("n", 0)

@@ -16,6 +16,7 @@ from mega_agentrl.algo.ares.reward import (
     token_kl_weight,
 )
 from mega_agentrl.algo.masking import masked_mean
+from mega_agentrl.errors import InputError
 from tests.algo.golden_values import load_golden
 
 GOLDEN = load_golden("ares_reward")
@@ -113,5 +114,6 @@ def test_golden_kl_weights(case):
 
 
 def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="rule=paper"):
+    with pytest.raises(InputError) as caught:
         reward_of([(0, 0, 0, 0, 0.5)], "paper")
+    assert (caught.value.name, caught.value.got) == ("rule", "paper")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mega_agentrl.algo.ares.state import AresHyperparams, AresState, AresStats, metrics
+from mega_agentrl.errors import InputError
 
 
 def stats(**changes):
@@ -56,7 +57,9 @@ def test_groups_are_numbered_as_they_come():
 
 
 def test_one_prompt_id_per_trajectory_and_a_known_rule_are_required():
-    with pytest.raises(ValueError, match="got 1 prompt_ids"):
+    with pytest.raises(InputError) as caught:
         stats(prompt_ids=("a",))
-    with pytest.raises(ValueError, match="name=own"):
+    assert (caught.value.name, caught.value.got) == ("number of prompt_ids", 1)
+    with pytest.raises(InputError) as caught:
         AresHyperparams(name="own")
+    assert (caught.value.name, caught.value.got) == ("name", "own")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mega_agentrl.algo.at2po import at2po
+from mega_agentrl.errors import InputError
 
 # Two roots; the second one forks into two leaves, which weigh 3 to 1.
 TREE = {
@@ -56,8 +57,9 @@ def test_a_leaf_that_others_continue_is_a_child_of_entropy_0():
 
 
 def test_a_node_that_does_not_exist_is_named():
-    with pytest.raises(ValueError, match="leaf_node_L has nodes from 0 to 3"):
+    with pytest.raises(InputError) as caught:
         at2po(
             torch.ones(3),
             **(TREE | {"parent_N": torch.tensor([-1, -1]), "entropy_N": torch.ones(2)}),
         )
+    assert (caught.value.name, caught.value.got) == ("leaf_node_L", (0, 3))

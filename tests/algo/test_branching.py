@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mega_agentrl.algo import branching
+from mega_agentrl.errors import InputError
 from tests.algo.golden_values import load_golden
 
 GOLDEN = load_golden("arpo_entropy_and_branch")
@@ -57,5 +58,6 @@ def test_entropy_by_hand():
 
 
 def test_a_vocabulary_of_one_token_is_refused():
-    with pytest.raises(ValueError, match="vocab_size=1"):
+    with pytest.raises(InputError) as caught:
         branching.released_segment_entropy(torch.zeros(1, 1), 1)
+    assert (caught.value.name, caught.value.got) == ("vocab_size", 1)

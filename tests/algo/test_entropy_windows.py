@@ -20,6 +20,7 @@ from mega_agentrl.algo.ares.entropy_windows import (
 )
 from mega_agentrl.algo.branching import token_entropy_topk
 from mega_agentrl.algo.masking import ROWS_PER_CHUNK
+from mega_agentrl.errors import InputError
 from tests.algo.golden_values import load_golden
 
 GOLDEN = load_golden("ares_window_entropy")
@@ -142,7 +143,9 @@ def test_windows_longer_than_the_row():
 def test_windows_without_tokens_are_refused():
     grid = torch.ones(2, 3)
     for call in (window_entropy, threshold_p95):
-        with pytest.raises(ValueError, match="window=0"):
+        with pytest.raises(InputError) as caught:
             call(grid, grid, window=0)
-    with pytest.raises(ValueError, match="window=0"):
+        assert (caught.value.name, caught.value.got) == ("window", 0)
+    with pytest.raises(InputError) as caught:
         hwe_mask(grid, threshold=0, window=0)
+    assert (caught.value.name, caught.value.got) == ("window", 0)

@@ -5,6 +5,7 @@ import torch
 
 from mega_agentrl.algo.advantage import grpo
 from mega_agentrl.algo.hgpo import hgpo
+from mega_agentrl.errors import InputError
 
 RETURN = torch.tensor([1.0, 0.0, 0.0, 1.0])
 # All four have an equal state; the first two also the one before; the last has none before.
@@ -34,5 +35,6 @@ def test_one_depth_is_the_comparison_of_equal_states():
 
 
 def test_contexts_of_other_turns_are_refused():
-    with pytest.raises(ValueError, match=r"context_KS: got shape \(2, 3\)"):
+    with pytest.raises(InputError) as caught:
         hgpo(RETURN, CONTEXT[:, :3])
+    assert (caught.value.name, caught.value.got) == ("context_KS", (2, 3))

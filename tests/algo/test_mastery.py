@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mega_agentrl.algo.mastery import REVISIT_PROBABILITY, MasteryState, update
+from mega_agentrl.errors import InputError
 
 
 def visit(state, correct, entropy):
@@ -54,5 +55,6 @@ def test_without_a_visit_nothing_is_mastered():
 
 
 def test_one_prompt_id_per_trajectory_is_required():
-    with pytest.raises(ValueError, match="got 1 prompt_ids"):
+    with pytest.raises(InputError) as caught:
         update(MasteryState(), ["a"], torch.ones(2), torch.ones(2))
+    assert (caught.value.name, caught.value.got) == ("number of prompt_ids", 1)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.algo.advantage import grpo
 from mega_agentrl.algo.tree_credit import fork_advantages, token_tree, tree_grpo
+from mega_agentrl.errors import InputError
 
 # Two roots; the second one forks into two leaves.
 FORKED = {
@@ -135,21 +136,22 @@ def test_without_forks_it_is_grpo_without_the_deviation():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "name"),
     [
-        {"leaf_node_L": torch.tensor([0, 2, 4])},
-        {"leaf_node_L": torch.tensor([0, 2, -1])},
-        {"parent_N": torch.tensor([-1, 2, 1, 1])},
-        {"parent_N": torch.tensor([-2, -1, 1, 1])},
-        {"leaf_node_L": torch.tensor([0, 2])},
-        {"shrinkage": -0.5},
-        {"shrinkage": float("nan")},
+        ({"leaf_node_L": torch.tensor([0, 2, 4])}, "leaf_node_L"),
+        ({"leaf_node_L": torch.tensor([0, 2, -1])}, "leaf_node_L"),
+        ({"parent_N": torch.tensor([-1, 2, 1, 1])}, "parent_N"),
+        ({"parent_N": torch.tensor([-2, -1, 1, 1])}, "parent_N"),
+        ({"leaf_node_L": torch.tensor([0, 2])}, "reward_L, leaf_node_L, group_L"),
+        ({"shrinkage": -0.5}, "shrinkage"),
+        ({"shrinkage": float("nan")}, "shrinkage"),
     ],
     ids=["no_node", "no_leaf", "cycle", "no_parent", "shape", "negative", "nan"],
 )
-def test_no_trees_are_refused(change):
-    with pytest.raises(ValueError, match="expected"):
+def test_values_that_describe_no_trees_are_refused_by_name(change, name):
+    with pytest.raises(InputError) as caught:
         fork_advantages(**{**FORKED, "shrinkage": 1.0, **change})
+    assert caught.value.name == name
 
 
 def test_nodes_of_a_batch_by_hand():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.numerics import layers
 
 SEED = 0
@@ -73,8 +74,9 @@ def test_attention_does_not_depend_on_padding_order_or_other_queries():
 def test_too_many_keys_are_named(monkeypatch):
     monkeypatch.setattr(layers, "MAX_KEYS", 10)
     query = normal(1, 1, 11, 4)
-    with pytest.raises(ValueError, match="attention over 11 keys, expected at most 10"):
+    with pytest.raises(InputError) as caught:
         layers.attention(query, query, query, causal(11, 11))
+    assert (caught.value.name, caught.value.got) == ("number of keys", 11)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -19,6 +19,7 @@ import torch
 
 from mega_agentrl.algo.masking import map_row_chunks, shift, zero_masked
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
+from mega_agentrl.errors import InputError
 
 WINDOW_TOKENS = 4
 """Default number of tokens in a window."""
@@ -180,4 +181,4 @@ def _percentile(value_RT: torch.Tensor, num_R: torch.Tensor) -> torch.Tensor:
 
 def _check_window(window: int) -> None:
     if window < 1:
-        raise ValueError(f"window={window}: expected at least 1 token")
+        raise InputError("window", window, "at least 1 token")

@@ -25,6 +25,7 @@ import torch
 
 from mega_agentrl.algo.advantage import group_index_and_size, group_sum
 from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
+from mega_agentrl.errors import InputError
 
 EASY, MEDIUM, HARD = 0, 1, 2
 DIFFICULTY_NAMES = ("easy", "medium", "hard")
@@ -85,7 +86,7 @@ def entropy_reward(
         difficulty_B=difficulty_B,
     )
     if rule not in REWARD_RULES:
-        raise ValueError(f"rule={rule}: expected one of {', '.join(REWARD_RULES)}")
+        raise InputError("rule", rule, f"one of {', '.join(REWARD_RULES)}")
     code_B = difficulty_B.long()
     has_target_B = (code_B >= EASY) & (code_B <= HARD) & ~target_B.isnan()
     code_B = torch.where(has_target_B, code_B, EASY)

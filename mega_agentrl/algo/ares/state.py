@@ -15,6 +15,7 @@ import torch
 from mega_agentrl.algo.ares.entropy_windows import WINDOW_TOKENS
 from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES, MARGIN_FRACTION
 from mega_agentrl.algo.shape_checks import check_rank, check_same_shape
+from mega_agentrl.errors import InputError
 
 UNSEEN = -1
 RULE_NAMES = ("paper", "released")
@@ -56,7 +57,7 @@ class AresHyperparams:
 
     def __post_init__(self) -> None:
         if self.name not in RULE_NAMES:
-            raise ValueError(f"name={self.name}: expected one of {', '.join(RULE_NAMES)}")
+            raise InputError("name", self.name, f"one of {', '.join(RULE_NAMES)}")
 
 
 PAPER_HYPERPARAMS = AresHyperparams()
@@ -148,10 +149,8 @@ class AresStats:
         tensors = {"correct_B": self.correct_B, "hwe_B": self.hwe_B, "p95_B": self.p95_B}
         check_same_shape(**tensors if self.kl_B is None else tensors | {"kl_B": self.kl_B})
         if len(self.prompt_ids) != len(self.correct_B):
-            raise ValueError(
-                f"AresStats: got {len(self.prompt_ids)} prompt_ids and correct_B "
-                f"{tuple(self.correct_B.shape)}, expected one id per trajectory"
-            )
+            expected = f"{len(self.correct_B)}, one for each trajectory of correct_B"
+            raise InputError("number of prompt_ids", len(self.prompt_ids), expected)
 
     def group_B(self) -> torch.Tensor:
         """Return the group of each trajectory, [B] int64: its prompt, in order of appearance."""
