@@ -142,7 +142,7 @@ async def test_a_socket_that_the_sandbox_may_not_use_is_named(tmp_path):
     assert str(path) in caught.value.reason
 
 
-async def test_it_sees_and_changes_only_what_is_listed(tmp_path):
+async def test_a_command_sees_and_changes_only_listed_paths(tmp_path):
     folders = {name: tmp_path / name for name in ("seen", "hidden", "shared")}
     for folder in folders.values():
         folder.mkdir()
@@ -168,7 +168,7 @@ async def test_kill_ends_what_the_command_started(isolation):
     assert vanish(name)
 
 
-async def test_what_the_command_left_behind_ends_with_it():
+async def test_processes_that_a_command_left_behind_end_with_it():
     code, name = named("import time; print(flush=True); time.sleep(300)")
     script = (
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', "
@@ -180,7 +180,7 @@ async def test_what_the_command_left_behind_ends_with_it():
 
 
 @both_isolations
-def test_it_ends_with_its_parent(isolation):
+def test_a_command_ends_with_its_parent(isolation):
     code, name = named("import time; time.sleep(300)")
     launcher = f"""if True:
         import asyncio

@@ -67,7 +67,7 @@ def test_an_owned_folder_belongs_to_the_user_there_and_not_elsewhere():
 
 
 @needs_root
-def test_a_root_that_may_not_switch_is_told():
+def test_root_without_the_right_to_switch_users_is_refused():
     without_setuid = "/usr/bin/setpriv --bounding-set -setuid --inh-caps -setuid".split()
     done = run(*without_setuid, user=60800, command=["/bin/true"])
     assert done.returncode == EXIT_SETUP_FAILED

@@ -43,7 +43,7 @@ def test_cancelled_before_the_call(sandbox):
     assert sandbox.call("print(2)", 60).output == "2"
 
 
-def test_a_filter_that_cannot_be_installed_is_named():
+def test_a_filter_that_cannot_be_installed_is_an_error():
     with pytest.raises(SandboxLostError, match="system call filter") as lost:
         Sandbox(GuestSettings(seccomp_filter="AAAA"))
     assert not lost.value.may_have_run

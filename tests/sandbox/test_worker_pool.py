@@ -84,7 +84,7 @@ json_values = st.recursive(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(value=json_values)
-def test_what_json_has_comes_back_as_it_was(pool, value):
+def test_json_values_come_back_unchanged(pool, value):
     assert call(pool, "add", a=[value], b=[]) == [value]
 
 

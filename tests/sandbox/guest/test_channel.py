@@ -47,7 +47,7 @@ def is_closed_everywhere(reading_end):
 
 
 @given(MESSAGES, st.lists(st.integers(1, 40), min_size=1))
-def test_cuts_change_nothing(messages, sizes):
+def test_frames_arrive_whole_however_they_are_cut(messages, sizes):
     raw, end = socket.socketpair()
     channel = Channel(end)
     data = b"".join(framed(json.dumps(one).encode()) for one in messages)
@@ -173,7 +173,7 @@ def test_a_peer_that_never_stops_cannot_hold_the_reader():
     channel.close()
 
 
-def test_unread_frames_and_parts_of_them_are_known(pair):
+def test_has_unread_sees_frames_and_parts_of_frames(pair):
     raw, channel = pair
     assert not channel.has_unread()
     raw.send(framed(b'{"n": 1}') + b"\0")
@@ -212,7 +212,7 @@ NO_OBJECTS = {
 
 
 @pytest.mark.parametrize("body", NO_OBJECTS.values(), ids=NO_OBJECTS)
-def test_what_is_no_object_is_refused(pair, body):
+def test_a_frame_that_is_no_object_is_refused(pair, body):
     raw, channel = pair
     threading.Thread(target=raw.sendall, args=(framed(body),)).start()
     with pytest.raises(ValueError):

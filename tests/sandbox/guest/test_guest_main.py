@@ -21,7 +21,7 @@ def test_a_kernel_that_does_not_list_children_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_warm_quiet_and_alone(isolated):
+def test_a_started_program_is_warm_and_an_interpreter_sees_nothing_of_it(isolated):
     with program(isolated=isolated, preload_modules=("this", "colorsys")) as one:
         assert one.first == {"event": "up"}
         assert "Beautiful is better than ugly." in one.log_text()  # printed by an import
@@ -45,7 +45,7 @@ def test_ends_well_when_its_channel_closes():
         assert not [pid for pid in (warm_pid, *guest_pids) if Path(f"/proc/{pid}").exists()]
 
 
-def test_what_cannot_be_imported_is_told_and_nothing_is_served():
+def test_a_module_that_cannot_be_imported_is_named_and_nothing_is_served():
     settings = GuestSettings(isolated=False, preload_modules=("no_such_module",))
     command = unisolated_command(settings.to_json())
     host_end, guest_end = socket.socketpair()

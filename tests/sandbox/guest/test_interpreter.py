@@ -248,12 +248,12 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_as_python_itself(name):
+def test_code_ends_as_in_python_itself(name):
     assert ended(OURS, SAME[name]) == ended(SAME[name])
 
 
 @pytest.mark.parametrize("redirect", ["", "sys.stdout = sys.stderr = open('/dev/full', 'w'); "])
-def test_a_full_disk_is_told_by_the_code(redirect):
+def test_a_full_disk_gives_the_exit_code_of_python(redirect):
     code = f"import sys; {redirect}print(1)"
     with open("/dev/full", "w", encoding="ascii") as full:
         real, ours = ended(code, stdout=full)[0], ended(OURS, code, stdout=full)[0]

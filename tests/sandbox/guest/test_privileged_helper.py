@@ -221,14 +221,14 @@ def run(code, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
-def test_a_target_too_small_is_told(tmp_path):
+def test_copying_into_too_small_a_target_fails(tmp_path):
     done = run(IN_NAMESPACE, str(tmp_path))
     if done.returncode == 9:
         pytest.skip("user namespaces are not to be had here")
     assert json.loads(done.stdout) == [0, errno.ENOSPC, errno.ENOSPC], done.stderr
 
 
-def test_a_helper_that_fails_or_is_late_says_so_and_is_gone():
+def test_a_helper_that_fails_or_is_late_raises_and_has_ended():
     done = run(HELPER)
     failed, late, num_fds = json.loads(done.stdout)
     assert failed[0] == "OSError"

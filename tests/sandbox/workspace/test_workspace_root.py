@@ -68,7 +68,7 @@ def test_an_image_is_unpacked_once(programs, tmp_path, make, kind):
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_failed_unpacking_is_told_and_leaves_nothing(programs, tmp_path):
+def test_a_failed_unpacking_is_an_error_and_leaves_nothing(programs, tmp_path):
     image = image_folder(tmp_path / "image")
     (tmp_path / "programs/umoci").write_text("#!/bin/sh\necho broken >&2; exit 1\n")
     with pytest.raises(ConfigError) as caught:
@@ -78,7 +78,7 @@ def test_a_failed_unpacking_is_told_and_leaves_nothing(programs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["image", "nothing", "empty"])
-def test_what_cannot_be_a_root_is_refused(tmp_path, monkeypatch, name):
+def test_a_path_that_cannot_be_a_root_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setenv("PATH", str(tmp_path))  # without the programs
     image_folder(tmp_path / "image")
     (tmp_path / "empty").mkdir()
