@@ -17,6 +17,8 @@ from pathlib import Path
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE, latest_checkpoint
 from mega_agentrl.config.enums import Dtype
+from mega_agentrl.errors import InputError
+from mega_agentrl.train.resume.run_dir import CHECKPOINTS_DIR
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,12 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _checkpoint(folder: Path) -> Path:
     if (folder / MANIFEST_FILE).is_file():
         return folder
-    newest = latest_checkpoint(folder)
-    if newest is None:
-        raise ValueError(
-            f"{folder}: got no complete checkpoint, expected a checkpoint or a run folder"
-        )
-    return newest
+    for parent in (folder / CHECKPOINTS_DIR, folder):
+        if (newest := latest_checkpoint(parent)) is not None:
+            return newest
+    raise InputError(str(folder), "no complete checkpoint", "a checkpoint or a run folder")
 
 
 def _write(checkpoint: Path, model: Path, target: Path, dtype: Dtype) -> None:

@@ -18,7 +18,7 @@ def test_the_newest_checkpoint_of_a_run_is_exported(tmp_path, monkeypatch):
     monkeypatch.setattr(export_hf, "_write", lambda *arguments: taken.append(arguments))
     arguments = [str(tmp_path), "--model", "m", "--out", "o", "--dtype", "float32"]
     assert export_hf.main(arguments) == 0
-    assert taken == [(tmp_path / "step_7", Path("m"), Path("o"), "float32")]
+    assert taken == [(tmp_path / "checkpoints" / "step_7", Path("m"), Path("o"), "float32")]
     (tmp_path / "manifest.json").write_text("{}")
     assert export_hf.main(arguments) == 0
     assert taken[1][0] == tmp_path

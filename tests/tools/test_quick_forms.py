@@ -118,17 +118,17 @@ def check_driver(lines):
 MODEL_AND_DATA = ("--model", "{assets}/model", "--data", "{assets}")
 FORMS = (
     form("bench_actor.py", "--quick", seconds=15, unmeasured="m*", check=check_actor),
-    form("bench_async.py", "--quick", *MODEL_AND_DATA, seconds=80),
-    form("bench_batch.py", "--quick", seconds=8, check=check_batch),
+    form("bench_async.py", "--quick", *MODEL_AND_DATA, seconds=60),
+    form("bench_batch.py", "--quick", seconds=4, check=check_batch),
     form("bench_credit.py", "--quick", seconds=10),
-    form("bench_driver.py", "--quick", seconds=8, check=check_driver),
+    form("bench_driver.py", "--quick", seconds=4, check=check_driver),
     form(
         "bench_gateway.py", "--quick", "--model", "{chat_model}", seconds=20,
         unmeasured="held/memory",
     ),
-    form("bench_logprob.py", "--quick", seconds=40),
-    form("bench_memory.py", "{finished_run}", seconds=10, unmeasured="*/libraries"),
-    form("bench_neighbours.py", "--quick", seconds=20),
+    form("bench_logprob.py", "--quick", seconds=25),
+    form("bench_memory.py", "{finished_run}", seconds=3, unmeasured="*/libraries"),
+    form("bench_neighbours.py", "--quick", seconds=6),
     form("bench_replay.py", "--quick", seconds=60),
     form("bench_reshard.py", "--quick", seconds=60, check=check_reshard),
     form(
@@ -137,10 +137,10 @@ FORMS = (
     ),
     form("bench_sandbox.py", "--quick", seconds=30),
     form("bench_tree.py", "--quick", seconds=40, check=check_tree),
-    form("bench_workspace.py", "--quick", seconds=15),
+    form("bench_workspace.py", "--quick", seconds=5),
     form("chaos.py", "--quick", "--out", "{tmp_path}/chaos", "{overrides}", seconds=150),
-    form("compare_algos.py", "--quick", "--out", "{tmp_path}/out", "{overrides}", seconds=90),
-    form("compare_runs.py", "{finished_run}", "--out", "{tmp_path}", seconds=10),
+    form("compare_algos.py", "--quick", "--out", "{tmp_path}/out", "{overrides}", seconds=50),
+    form("compare_runs.py", "{finished_run}", "--out", "{tmp_path}", seconds=2),
     form(
         "convert_data.py", "--source", "gsm8k", "--input", "{gsm8k_file}", "--output",
         "{tmp_path}/rows.parquet", seconds=5,
@@ -163,7 +163,7 @@ FORMS = (
     form("preflight.py", "--cpu", "experiment=smoke", "{overrides}", seconds=8),
     form("report.py", "{finished_run}", "--out", "{tmp_path}/page.html", seconds=5),
     form("show_tree.py", "{tree_file}", seconds=5),
-    form("simulate_reshard.py", "--quick", seconds=30),
+    form("simulate_reshard.py", "--quick", seconds=12),
     form("write_lock.py", seconds=2),
 )  # fmt: skip
 UNRUN = {
