@@ -20,7 +20,7 @@ def test_the_second_run_does_nothing_and_another_seed_rewrites(tmp_path, capsys)
 
 def test_settings_that_cannot_be_met_end_with_code_2(tmp_path, capsys):
     assert make_tiny_model.main(["--out", str(tmp_path), "--num-validation", "99999"]) == 2
-    assert "num_questions=99999" in capsys.readouterr().err
+    assert "num_questions: got 99999" in capsys.readouterr().err
     assert make_tiny_model.main(["--out", str(tmp_path), "--num-train", "0"]) == 2
     assert "num_train: got 0" in capsys.readouterr().err
 
