@@ -91,7 +91,7 @@ def test_question_truth_and_answer_are_sent_and_the_number_is_read(serve):
     ("text", "number"),
     [("<think> 1 or 2? </think>\n0.5", 0.5), ("Score: -1e-1.", -0.1), ("1", 1.0), (" .25\n", 0.25)],
 )
-def test_numbers(serve, text, number):
+def test_the_number_in_a_reply_is_read(serve, text, number):
     _, judge = serve(text)
     assert judge.submit(QUESTION, "Four", "4").result(WAIT_S) == number
 

@@ -234,7 +234,7 @@ def test_unknown_parts_are_refused_with_similar_ones():
         assert near in caught.value.expected
 
 
-def test_a_name_means_one_part():
+def test_a_name_of_two_parts_is_refused():
     with pytest.raises(ConfigError) as caught:
         check_rubric_parts(config({"accuracy": 1.0}), ("accuracy",))
     assert (caught.value.key, caught.value.got) == ("reward.rubric", "accuracy")

@@ -116,7 +116,7 @@ async def test_redirects_are_followed_and_checked_one_by_one():
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_packed_pages_and_bombs(encoding):
+async def test_compressed_pages_are_read_up_to_the_limit(encoding):
     pack = gzip.compress if encoding == "gzip" else zlib.compress
     with serving(page(pack(b"hello"), **{"Content-Encoding": encoding})) as server:
         assert (await fetcher(server).fetch(server.url)).body == b"hello"

@@ -126,7 +126,7 @@ async def test_an_address_is_not_resolved_but_checked():
     assert await OPEN.resolve_public(literal, resolving("::1")) == ("2606:4700::1111",)
 
 
-async def test_a_name_that_is_none_and_a_resolver_that_fails(monkeypatch):
+async def test_an_unknown_host_has_no_address_and_a_failed_resolver_raises(monkeypatch):
     def fail(code):
         def getaddrinfo(*_, **__):
             raise socket.gaierror(code, "so")

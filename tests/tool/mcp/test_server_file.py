@@ -73,7 +73,7 @@ def test_entries_of_other_clients_are_read(tmp_path):
         pytest.param({"command": "a", "args": [__file__]}, ", args", __file__, id="unseen-file"),
     ],
 )
-def test_mistakes_are_named(tmp_path, entry, key, got):
+def test_a_mistake_is_named_with_server_and_key(tmp_path, entry, key, got):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, mine=entry)
     path = tmp_path / "mcp.json"

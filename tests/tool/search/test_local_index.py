@@ -126,7 +126,7 @@ def corpus(tmp_path):
     return write_corpus(tmp_path / "corpus.jsonl")
 
 
-def test_it_answers_as_the_index_in_memory(corpus, tmp_path):
+def test_an_index_on_disk_answers_as_one_in_memory(corpus, tmp_path):
     in_memory = SearchIndex(iter_corpus(corpus))
     on_disk = open_or_build_index(corpus, tmp_path / "ix")
     assert len(on_disk) == 300
@@ -135,7 +135,7 @@ def test_it_answers_as_the_index_in_memory(corpus, tmp_path):
             assert on_disk.search(query, top_k) == in_memory.search(query, top_k)
 
 
-def test_it_is_built_once_and_anew_for_another_corpus(corpus, tmp_path):
+def test_an_index_is_built_once_for_each_corpus(corpus, tmp_path):
     folder = tmp_path / "ix"
     open_or_build_index(corpus, folder)
     place = folder / indexes(folder)[0]
@@ -147,7 +147,7 @@ def test_it_is_built_once_and_anew_for_another_corpus(corpus, tmp_path):
     assert len(indexes(folder)) == 2
 
 
-def test_other_users_may_read_it(corpus, tmp_path):
+def test_other_users_may_read_the_index(corpus, tmp_path):
     open_or_build_index(corpus, tmp_path / "ix")
     for path in (tmp_path / "ix").rglob("*"):
         if path.is_file():
@@ -174,7 +174,7 @@ def start(corpus, folder, delay_s=0.3):
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
-def test_many_processes_build_it_once(corpus, tmp_path):
+def test_concurrent_processes_build_the_index_once(corpus, tmp_path):
     children = [start(corpus, tmp_path / "ix") for _ in range(4)]
     answers = [child.communicate(timeout=300)[0].split("\n") for child in children]
     assert sum("built" in lines for lines in answers) == 1
@@ -182,7 +182,7 @@ def test_many_processes_build_it_once(corpus, tmp_path):
     assert all(child.returncode == 0 for child in children)
 
 
-def test_a_builder_that_is_killed_leaves_the_way_free(corpus, tmp_path):
+def test_a_killed_builder_does_not_block_the_next_one(corpus, tmp_path):
     folder = tmp_path / "ix"
     with start(corpus, folder, delay_s=600) as child:
         assert child.stdout.readline() == "built\n"
@@ -197,7 +197,7 @@ def test_a_builder_that_is_killed_leaves_the_way_free(corpus, tmp_path):
     assert len(indexes(folder)) == 1
 
 
-def test_a_builder_that_does_not_end_is_waited_for_only_so_long(corpus, tmp_path):
+def test_waiting_for_another_builder_has_a_timeout(corpus, tmp_path):
     folder = tmp_path / "ix"
     with start(corpus, folder, delay_s=600) as child:
         assert child.stdout.readline() == "built\n"
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_created_is_named(corpus):
     assert str(corpus / "below") in caught.value.expected
 
 
-def test_a_broken_index_is_an_error_that_names_it(corpus, tmp_path):
+def test_a_broken_index_is_named(corpus, tmp_path):
     open_or_build_index(corpus, tmp_path)
     place = tmp_path / indexes(tmp_path)[0]
     (place / "meta.json").write_text("{}")
@@ -236,7 +236,7 @@ def test_a_broken_index_is_an_error_that_names_it(corpus, tmp_path):
         open_or_build_index(corpus, tmp_path)
 
 
-def test_a_writable_folder_is_told_from_others(tmp_path):
+def test_whether_a_folder_is_writable_is_tried(tmp_path):
     assert is_writable(tmp_path) and list(tmp_path.iterdir()) == []
     assert not is_writable(tmp_path / "missing") and not is_writable(Path("/proc/self"))
 

@@ -101,7 +101,7 @@ async def test_failures_are_not_cached_and_answers_are(tmp_path, monkeypatch):
     assert len(server.requests) == 4
 
 
-async def test_equal_questions_at_once_are_asked_once_others_are_not():
+async def test_equal_concurrent_queries_are_sent_once():
     with serving(answering(RETRIEVED)) as server:
         search = remote(server)
         await asyncio.gather(*(search.search(query, 2) for query in ["a", "a ", "a", "b"]))
@@ -112,7 +112,7 @@ async def test_equal_questions_at_once_are_asked_once_others_are_not():
     assert asked == [("a", 1), ("a", 2), ("b", 2)]
 
 
-async def test_what_may_pass_is_asked_again(monkeypatch):
+async def test_a_transient_status_is_retried(monkeypatch):
     monkeypatch.setattr(retry, "_BACKOFF", wait_none())
     replies = [Reply(status=503), answering(RETRIEVED)(None)]
     with serving(lambda _: replies.pop(0)) as server:
@@ -120,7 +120,7 @@ async def test_what_may_pass_is_asked_again(monkeypatch):
 
 
 @pytest.mark.parametrize("status", [302, 400, 401])
-async def test_the_policy_is_not_blamed_for_a_status(status):
+async def test_a_status_of_the_server_is_no_error_of_the_policy(status):
     with serving(answering(b"", status=status, headers={"Location": "/"})) as server:
         with pytest.raises(HttpStatusError):
             await remote(server).search("q", 1)
@@ -130,13 +130,13 @@ async def test_the_policy_is_not_blamed_for_a_status(status):
 @pytest.mark.parametrize(
     "body", [b"[]", b'{"result": []}', b'{"result": [[{"document": {}}]]}', b"\xff", b"{"]
 )
-async def test_the_policy_is_not_blamed_for_a_body(body):
+async def test_a_malformed_body_is_no_error_of_the_policy(body):
     with serving(answering(body)) as server:
         with pytest.raises(RuntimeError, match="unexpected answer format"):
             await remote(server).search("q", 1)
 
 
-async def test_a_server_that_is_gone_or_does_not_answer(monkeypatch):
+async def test_a_server_that_refuses_or_does_not_answer_is_an_error(monkeypatch):
     monkeypatch.setattr(retry, "_BACKOFF", wait_none())
     with serving(answering(RETRIEVED)) as server:
         pass

@@ -51,19 +51,21 @@ async def test_one_document_is_its_text(corpus):
     assert await ask("paris", source=corpus, top_k=1) == "Paris is the capital."
 
 
-async def test_several_are_pages(corpus):
+async def test_several_documents_are_numbered_pages(corpus):
     text = await ask("paris", source=corpus, top_k=5, max_response_tokens=20)
     assert text == "Page 1: Paris. Paris is the capital.\nPage 2: Lyon. Lyon is near ..."
     text = await ask("paris", CharCodec(), source=corpus, top_k=5, max_response_tokens=64)
     assert text == "Page 1: Paris. Paris is ...\nPage 2: Lyon. Lyon is ..."
 
 
-async def test_nothing_found(corpus):
+async def test_a_query_without_results_says_so(corpus):
     assert await ask("berlin", source=corpus) == NO_RESULTS_MESSAGE
     assert await ask('"(', source=corpus) == NO_RESULTS_MESSAGE
 
 
-async def test_where_the_index_lies(corpus, tmp_path, monkeypatch):
+async def test_the_index_lies_beside_the_corpus_or_in_the_fallback_folder(
+    corpus, tmp_path, monkeypatch
+):
     def indexes(folder):
         return [path for path in folder.glob("*.index") if path.is_dir()]
 

@@ -42,7 +42,7 @@ def aside(path):
     return [p for p in path.parent.glob(f"{path.name}.aside-*") if p.suffix != ".lock"]
 
 
-def test_what_is_put_is_got_also_by_others(path):
+def test_an_entry_is_read_by_another_cache_of_the_same_file(path):
     first, second = make(path), make(path)
     assert first.get("a") is None
     assert first.put("a", "one")
@@ -58,7 +58,7 @@ def test_the_folder_of_the_file_is_made(tmp_path):
     assert make(tmp_path / "new" / "folder" / "cache.sqlite").put("a", "one")
 
 
-def test_an_entry_lives_as_long_as_it_may(path, clock):
+def test_an_entry_expires_after_its_time_to_live(path, clock):
     cache, for_ever = make(path, ttl_s=10), make(path, ttl_s=0)
     cache.put("a", "x")
     clock[0] += 10
@@ -89,13 +89,13 @@ def test_the_least_recently_used_go_first_and_the_file_stays_small(path, clock):
     assert path.stat().st_size < 1.3 * MIB
 
 
-def test_too_large_for_it_is_not_kept(path):
+def test_a_value_larger_than_the_limit_is_not_stored(path):
     cache = make(path, max_bytes=MIB)
     assert not cache.put("big", "x" * (MIB // 5))
     assert cache.get("big") is None
 
 
-def test_threads_share_it(path):
+def test_threads_may_share_a_cache(path):
     cache, failures = make(path), []
 
     def work(name):
@@ -116,7 +116,7 @@ def test_threads_share_it(path):
     "content",
     [b"this is no database at all " * 400, b"SQLite format 3\0" + b"\xff" * 9000, b"\0" * 8192],
 )
-def test_a_file_that_is_none_is_renamed(path, content, caplog):
+def test_a_file_that_is_no_cache_is_renamed(path, content, caplog):
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         cache = make(path)
@@ -126,7 +126,7 @@ def test_a_file_that_is_none_is_renamed(path, content, caplog):
     assert "replaced by a new file" in caplog.text
 
 
-def test_another_version_is_renamed_not_read(path):
+def test_a_cache_of_another_version_is_renamed_not_read(path):
     cache = make(path)
     cache.put("a", "x")
     cache.close()
@@ -140,7 +140,7 @@ def test_another_version_is_renamed_not_read(path):
         assert connection.execute("SELECT value FROM entry").fetchall() == [("x",)]
 
 
-def test_damage_while_it_is_open_costs_no_call_and_is_renamed_once(path, caplog):
+def test_a_file_damaged_while_open_fails_no_call_and_is_renamed_once(path, caplog):
     first, second = make(path), make(path)
     for number in range(500):
         first.put(f"k{number}", "v" * 500)
@@ -158,7 +158,7 @@ def test_damage_while_it_is_open_costs_no_call_and_is_renamed_once(path, caplog)
     assert len([p for p in aside(path) if not p.name.endswith(("-wal", "-shm"))]) == 1
 
 
-def test_a_file_that_was_removed_is_begun_anew(path):
+def test_a_removed_file_is_created_again(path):
     cache = make(path)
     cache.put("a", "x")
     for name in path.parent.iterdir():
@@ -168,7 +168,7 @@ def test_a_file_that_was_removed_is_begun_anew(path):
     assert make(path).get("a") == "y"
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "cache.sqlite", tmp_path):
         with pytest.raises(ConfigError) as caught:
@@ -176,7 +176,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         assert (caught.value.key, caught.value.got) == ("tool.cache.path", str(path))
 
 
-def test_a_file_held_by_another_is_a_miss_not_an_error(path, monkeypatch):
+def test_a_file_locked_by_another_process_is_a_miss_not_an_error(path, monkeypatch):
     monkeypatch.setattr(disk_cache, "BUSY_TIMEOUT_S", 0.05)
     cache = make(path)
     other = sqlite3.connect(path, isolation_level=None)
@@ -210,7 +210,7 @@ print("done", wrong, flush=True)
 """
 
 
-def test_eight_processes_half_of_them_killed_lose_and_damage_nothing(tmp_path, path):
+def test_killed_processes_lose_and_damage_no_entry(tmp_path, path):
     """4,000 mixed reads and writes; whoever is killed is killed in the midst of its work."""
     logs = [tmp_path / f"log{seed}" for seed in range(8)]
     victims, children = range(4), []

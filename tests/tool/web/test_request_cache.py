@@ -56,7 +56,7 @@ async def test_an_answer_is_fetched_once_and_then_cached(tmp_path):
     assert await RequestCache(disk).get_or_fetch("k", fetch) == ("answer 2", True)
 
 
-async def test_without_a_disk_equal_keys_at_once_are_fetched_once_others_by_themselves():
+async def test_without_a_disk_equal_concurrent_keys_are_fetched_once():
     cache, fetch = RequestCache(None), Fetch()
     tasks = await begin(cache, "aaab", fetch)
     fetch.release.set()
@@ -64,7 +64,7 @@ async def test_without_a_disk_equal_keys_at_once_are_fetched_once_others_by_them
     assert await cache.get_or_fetch("a", fetch) == ("answer 3", False)
 
 
-async def test_a_failure_is_shared_and_not_kept():
+async def test_a_failure_is_raised_to_all_callers_and_not_cached():
     cache, fetch = RequestCache(None), Fetch(ValueError("no"))
     tasks = await begin(cache, "aa", fetch)
     fetch.release.set()
@@ -90,7 +90,7 @@ async def test_cancelled_callers_leave_the_work_to_the_others(num_cancelled):
     assert await cache.get_or_fetch("a", fetch) == ("answer 2", False)
 
 
-def test_work_is_shared_by_event_loops_and_begun_anew_after_its_loop_has_ended():
+def test_event_loops_share_work_and_repeat_that_of_an_ended_loop():
     cache, runs, joined, go = RequestCache(None), [], threading.Barrier(3), threading.Event()
 
     async def fetch():

@@ -65,7 +65,7 @@ def call(timeout_s=5.0, calls_per_second=0.0):
         socket.gaierror(socket.EAI_AGAIN, "try again"),
     ],
 )
-async def test_what_may_pass_is_tried_again(monkeypatch, error):
+async def test_transient_errors_are_retried(monkeypatch, error):
     monkeypatch.setattr(retry, "_BACKOFF", wait_random_exponential(multiplier=0.01))
     script = Script(error, error, "fine")
     assert await call().run(script) == "fine"
@@ -79,14 +79,14 @@ async def test_what_may_pass_is_tried_again(monkeypatch, error):
 @pytest.mark.parametrize(
     "error", [HttpStatusError(404, "404"), ValueError("bad"), OSError(2, "no"), RuntimeError("bug")]
 )
-async def test_anything_else_is_final(error):
+async def test_other_errors_are_not_retried(error):
     script = Script(error, "fine")
     with pytest.raises(type(error)):
         await call().run(script)
     assert len(script.times) == 1
 
 
-async def test_a_deadline_over_everything(monkeypatch):
+async def test_the_deadline_covers_all_attempts_and_waits(monkeypatch):
     with pytest.raises(TimeoutError):
         await call(timeout_s=0.2).run(Script(600.0))
     monkeypatch.setattr(retry, "NUM_RETRIES", 1000)
@@ -96,7 +96,7 @@ async def test_a_deadline_over_everything(monkeypatch):
         await call().run(Script(httpx.ReadTimeout("slow")))
 
 
-async def test_cancellation_is_no_failure_to_retry():
+async def test_a_cancelled_call_is_not_retried():
     script = Script(30.0)
     task = asyncio.create_task(call().run(script))
     await asyncio.sleep(0.02)
@@ -106,7 +106,7 @@ async def test_cancellation_is_no_failure_to_retry():
     assert len(script.times) == 1
 
 
-async def test_retry_after_is_waited_for_by_everybody():
+async def test_a_retry_after_delays_all_calls_of_the_process():
     web = call()
     script, other = Script(TransientError("429", retry_after_s=0.4), "fine"), Script("fine")
     task = asyncio.create_task(web.run(script))
@@ -164,7 +164,7 @@ def test_retry_after_is_read():
 
 
 @pytest.mark.parametrize("header", ["soon", "-1", "1e9"])
-def test_retry_after_of_another_kind_is_none(header):
+def test_an_invalid_retry_after_is_ignored(header):
     with pytest.raises(TransientError) as caught:
         status(429, retry_after=header)
     assert caught.value.retry_after_s is None
