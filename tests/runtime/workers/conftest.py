@@ -8,7 +8,9 @@ from tests.runtime.fake_ranks import FakeRank
 
 @pytest.fixture(scope="session")
 def _fake_ranks(ray_local):
-    return [FakeRank.remote(rank) for rank in range(2)]
+    ranks = [FakeRank.remote(rank) for rank in range(2)]
+    ray.get([rank.reset.remote() for rank in ranks], timeout=300)
+    return ranks
 
 
 @pytest.fixture
