@@ -11,6 +11,7 @@ from mega_agentrl.types.records import ToolStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = ("quick_start.md", "troubleshooting.md")
+ERRORS = ("ConfigError", "InputError")
 MAP = ROOT / "docs" / "where_things_are.md"
 
 
@@ -23,20 +24,26 @@ def shown_text(node):
     return node.value if is_text else "..."
 
 
-def refusal(call):
-    """The message of a `ConfigError`, with dots for the value."""
-    key, _, expected, *_ = call.args
-    return f"{shown_text(key)}=...: expected {shown_text(expected)}"
+def error_message(call):
+    """The message of an `InputError` or `ConfigError`, with dots for what is not literal."""
+    fields = ("name", "got", "expected", "cause")
+    given = dict(zip(fields, call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords}
+    name, expected, cause = (
+        shown_text(given[field]) if field in given else "..." for field in fields if field != "got"
+    )
+    start = f"{name}=...:" if call.func.id == "ConfigError" else f"{name}: got ...,"
+    return f"{start} expected {expected}; probable cause: {cause}"
 
 
 @cache
 def texts():
-    """Every string and every `ConfigError` of the package, one per line."""
+    """Every string, `InputError` and `ConfigError` of the package, one per line."""
     found = []
     for path in sorted((ROOT / "mega_agentrl").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError":
-                found.append(refusal(node))
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS:
+                found.append(error_message(node))
             elif isinstance(node, ast.JoinedStr | ast.Constant):
                 found.append(shown_text(node))
     return "\n".join(found)
