@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -42,6 +43,7 @@ Set them on the command line, `key=value`, or select a file of a config group, `
 """
 
 
+@cache
 def reference() -> str:
     """Return the whole page."""
     head = HEAD.format(count=len(known_keys()), max_chars=MAX_TEXT_CHARS, max_items=MAX_ITEMS)

@@ -34,7 +34,18 @@ def run(recipe, *arguments, capsys):
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+def extended_unless(name, quick):
+    """Leave a case to `make test-all` unless its name is among the quick ones."""
+    return () if name in quick else pytest.mark.extended
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(one, marks=extended_unless(one, ("qwen2_5_7b_8gpu", "qwen3_30b_a3b_32gpu")))
+        for one in RECIPES
+    ],
+)
 def test_a_recipe_passes_on_all_its_gpus(recipe, capsys):
     code, found = run(recipe, capsys=capsys)
     assert (code, found["problems"]) == (0, [])
@@ -68,7 +79,23 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "changes", "key"), BROKEN)
+QUICK_BROKEN = (
+    "optim.micro_batch_tokens=32768",
+    "engine.gpu_memory_utilization=0.97",
+    "cluster.num_engines=9",
+    "parallel.tensor=3",
+    "parallel.tensor=x",
+    "optim.micro_batch_token=1",
+    "optim.lr=-1",
+    "algo.loss_options.clip_hihg=0.3",
+)
+"""One change for each kind of check."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "key"),
+    [pytest.param(*one, marks=extended_unless(one[1], QUICK_BROKEN)) for one in BROKEN],
+)
 def test_a_broken_recipe_is_refused_with_the_key(recipe, changes, key, capsys):
     code, found = run(recipe, *changes.split(), capsys=capsys)
     assert code == 1
@@ -168,6 +195,7 @@ def test_the_smoke_run_passes_with_its_prompts_read(assets):
     assert done.stdout.count("batch.trees=true") == 1
 
 
+@pytest.mark.extended
 def test_flat_rows_have_no_line_on_trees(assets, capsys):
     assert preflight.main(smoke(assets, "--json")) == 0
     (note,) = [one for one in json.loads(capsys.readouterr().out)["notes"] if "trees" in one]
@@ -185,6 +213,7 @@ def test_prompts_that_are_too_long_are_refused(assets, capsys):
     assert problem["suggestions"][0] == f"data.max_prompt_tokens={longest} (from 5)"
 
 
+@pytest.mark.extended
 def test_a_longer_prompt_comes_with_the_other_lengths_that_it_needs(assets, capsys):
     lengths = ("data.max_prompt_tokens=5", "engine.max_model_len=101")
     assert preflight.main(smoke(assets, *lengths, "--json")) == 1
