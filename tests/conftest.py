@@ -166,16 +166,17 @@ def ray_local():
     """A small Ray for all tests that need one."""
     import ray
 
-    from mega_agentrl.runtime.cluster import set_ray_environment
+    from mega_agentrl.runtime.cluster import patient_ray_start, set_ray_environment
 
     set_ray_environment()
-    ray.init(
-        address="local",
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=128 * 1024**2,
-    )
+    with patient_ray_start():
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=128 * 1024**2,
+        )
     yield
     ray.shutdown()
