@@ -29,6 +29,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mega_agentrl.batch.tree_order import shared_between
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     import torch
@@ -118,18 +120,16 @@ def plan_micro_batches(
     """
     num_rows = len(lengths.length_R)
     if min(num_data, num_multiple, num_rows) < 1:
-        raise ValueError(
-            f"plan_micro_batches: {num_rows} rows over {num_data} data ranks in multiples of "
-            f"{num_multiple}; expected at least one of each; probable cause: every trajectory "
-            "was filtered out"
-        )
+        got = {"rows": num_rows, "data ranks": num_data, "multiple": num_multiple}
+        cause = "every trajectory was filtered out"
+        raise InputError("micro-batches", got, "at least one of each", cause)
     longest = int(lengths.length_R.argmax())
     if lengths.length_R[longest] > budget_tokens:
-        raise ValueError(
-            f"optim.micro_batch_tokens={budget_tokens}: row {longest} alone has "
-            f"{lengths.length_R[longest]} tokens; expected a budget of at least the longest prompt "
-            "plus response"
+        expected = (
+            "at least the longest prompt plus response; row "
+            f"{longest} alone has {lengths.length_R[longest]} tokens"
         )
+        raise ConfigError("optim.micro_batch_tokens", budget_tokens, expected)
     ranks = [
         _cut_trees(rows, lengths, budget_tokens)
         for rows in _assign_to_ranks(lengths, num_data, budget_tokens)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mega_agentrl.batch.tree_order import RowLengths, row_lengths, shared_between
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.routes import TokenRoutes
 
 if TYPE_CHECKING:
@@ -61,14 +62,19 @@ class PackedRows(RowLengths):
         num_stored = int((self.length_R - self.shared_length_R).sum())
         num_routes = num_stored if self.routes is None else self.routes.num_tokens
         if len(sizes) > 1 or {len(self.token_N), num_routes} != {num_stored}:
-            raise ValueError(
-                f"PackedRows: got {len(self.row_R)} row numbers, {len(self.length_R)} lengths, "
-                f"{len(self.prompt_length_R)} prompt lengths, images of "
-                f"{'no' if self.images_R is None else len(self.images_R)} rows, "
-                f"{len(self.token_N)} tokens and routes of {num_routes}, expected equal numbers of "
-                f"all but the last two, or no images, and {num_stored} tokens and routes, the sum "
-                "of length_R - shared_length_R"
+            numbers = {
+                "row_R": len(self.row_R),
+                "length_R": len(self.length_R),
+                "prompt_length_R": len(self.prompt_length_R),
+                "images_R": None if self.images_R is None else len(self.images_R),
+                "token_N": len(self.token_N),
+                "routes": num_routes,
+            }
+            expected = (
+                "equal numbers of all but the last two, or no images, and "
+                f"{num_stored} tokens and routes, the sum of length_R - shared_length_R"
             )
+            raise InputError("PackedRows, lengths", numbers, expected)
 
     @classmethod
     def from_sequences(
@@ -118,9 +124,7 @@ class PackedRows(RowLengths):
         """
         for row, prompt in enumerate(batch.prompt_ids):
             if not prompt:
-                raise ValueError(
-                    f"TrainBatch: row {row} has an empty prompt; expected at least 1 token"
-                )
+                raise InputError(f"prompt_ids, row {row}", prompt, "at least 1 token")
         lengths = row_lengths(batch, share=share)
         response_BT, length_B = batch.response_BT.numpy(), batch.length_B.tolist()
         sequences = [
@@ -331,11 +335,10 @@ def check_placeholders(batch: TrainBatch, placeholder_id: int) -> None:
         num_placeholders = prompt.count(placeholder_id) + in_response_B[row]
         num_features = sum(placed.image.num_tokens for placed in images)
         if num_placeholders != num_features:
-            raise ValueError(
-                f"TrainBatch: row {row} has {num_placeholders} tokens {placeholder_id}, the "
-                f"placeholder of images, expected {num_features}, one for each feature of its "
-                f"{len(images)} images; probable cause: a trajectory whose images were dropped"
-            )
+            name = f"number of tokens {placeholder_id}, the placeholder of images, in row {row}"
+            expected = f"{num_features}, one for each feature of its {len(images)} images"
+            cause = "a trajectory whose images were dropped"
+            raise InputError(name, num_placeholders, expected, cause)
 
 
 def pack_values(value_BT: torch.Tensor, row_R: np.ndarray, length_R: torch.Tensor) -> np.ndarray:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from mega_agentrl.batch.tree_order import common_length, order_rows
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.batch import TrainBatch
 from mega_agentrl.types.routes import join_routes
 
@@ -100,10 +101,8 @@ def fill_rewards(batch: TrainBatch, trees: Sequence[RolloutTree]) -> TrainBatch:
     trajectories = _all_trajectories(trees)
     for trajectory in trajectories:
         if trajectory.score is None and not trajectory.failed:
-            raise ValueError(
-                f"trajectory {trajectory.trajectory_id}: got no score, expected one; was it "
-                "collected without a rubric?"
-            )
+            name = f"score of trajectory {trajectory.trajectory_id}"
+            raise InputError(name, None, "a score", "it was collected without a rubric")
     trajectory_B = batch.trajectory_B
     if trajectory_B is None:
         trajectory_B = torch.arange(len(trajectories))
@@ -152,10 +151,11 @@ def _mask_failed_rows(
                 for trajectory in trajectories
             )
         )
-        raise ValueError(
-            f"trees: got {len(trees)} with {len(trajectories)} trajectories and no token to train "
-            f"on, expected at least one; they ended by {reasons}; if they were aborted or failed, "
-            "the logs of the engines, tools and rewards say why"
+        raise InputError(
+            f"ends of the trajectories of {len(trees)} trees with no token to train on",
+            reasons,
+            "at least one such token",
+            "if they were aborted or failed, the logs of engines, tools and rewards say why",
         )
     return mask_BT
 
@@ -227,11 +227,10 @@ def _loaded_images(placed: Iterable[Iterable[PlacedImage]]) -> dict[str, ImageIn
             found[image.image_id] = image
     for image in found.values():
         if image.pixels_HWC is None:
-            raise ValueError(
-                f"image {image.image_id} ({image.path or 'from a tool'}): got no pixels, expected "
-                "those that the rollout loads (`ImageProcessor.load`); probable cause: an agent "
-                "that has not put the loaded images into the prompt of its trajectory"
-            )
+            name = f"pixels of image {image.image_id} ({image.path or 'from a tool'})"
+            expected = "those that the rollout loads (`ImageProcessor.load`)"
+            cause = "an agent that has not put the loaded images into the prompt of its trajectory"
+            raise InputError(name, None, expected, cause)
     return found
 
 
@@ -272,17 +271,15 @@ def _tree_token_ids_of_one(tree: RolloutTree, new_ids: Iterator[int]) -> Iterato
         ids: list[int] = []
         if trajectory.parent_id is not None:
             if trajectory.parent_id not in earlier:
-                raise ValueError(
-                    f"trajectory {trajectory.trajectory_id}: got the parent "
-                    f"{trajectory.parent_id}, expected one that comes earlier in its tree"
-                )
+                name = f"parent of trajectory {trajectory.trajectory_id}"
+                expected = "one that comes earlier in its tree"
+                raise InputError(name, trajectory.parent_id, expected)
             parent, parent_ids = earlier[trajectory.parent_id]
             size = trajectory.fork_len
             if parent.token_ids[:size] != trajectory.token_ids[:size]:
-                raise ValueError(
-                    f"trajectory {trajectory.trajectory_id}: its first {size} tokens differ "
-                    f"from those of {trajectory.parent_id}, expected the same (fork_len={size})"
-                )
+                name = f"first {size} tokens of trajectory {trajectory.trajectory_id}"
+                expected = f"those of {trajectory.parent_id} (fork_len={size})"
+                raise InputError(name, trajectory.token_ids[:size], expected)
             ids = parent_ids[:size]
         ids += [next(new_ids) for _ in range(len(trajectory.token_ids) - len(ids))]
         earlier[trajectory.trajectory_id] = (trajectory, ids)

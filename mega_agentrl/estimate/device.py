@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mega_agentrl.config.enums import Dtype
+from mega_agentrl.errors import InputError
 
 GIB = 2**30
 MIB = 2**20
@@ -36,11 +37,11 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         if self.memory_gib is not None and self.memory_gib <= 0:
-            raise ValueError(f"memory_gib={self.memory_gib}: expected the GiB of a GPU, above 0")
+            raise InputError("memory_gib", self.memory_gib, "the GiB of a GPU, above 0")
         if self.gpus_per_node < 1:
-            raise ValueError(f"gpus_per_node={self.gpus_per_node}: expected at least 1")
+            raise InputError("gpus_per_node", self.gpus_per_node, "at least 1")
         if not 0 <= self.reserved_fraction < 1:
-            raise ValueError(f"reserved_fraction={self.reserved_fraction}: expected 0 to below 1")
+            raise InputError("reserved_fraction", self.reserved_fraction, "0 to below 1")
 
     @property
     def is_gpu(self) -> bool:

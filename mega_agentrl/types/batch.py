@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Self
@@ -92,9 +94,7 @@ class TrainBatch:
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:
-            raise ValueError(
-                f"TrainBatch: response_BT must be [B, T], got shape {tuple(self.response_BT.shape)}"
-            )
+            raise InputError("response_BT", tuple(self.response_BT.shape), "a shape [B, T]")
         num_rows, num_positions = self.response_BT.shape
         for spec in fields(self):
             value = getattr(self, spec.name)
@@ -103,10 +103,8 @@ class TrainBatch:
             got = (len(value),) if spec.name in _TUPLE_FIELDS else tuple(value.shape)
             expected = (num_rows, num_positions) if spec.name.endswith("_BT") else (num_rows,)
             if got != expected:
-                raise ValueError(
-                    f"TrainBatch: {spec.name} has shape {got}, expected {expected} "
-                    f"from response_BT {(num_rows, num_positions)}"
-                )
+                shapes = f"shape {expected}, from response_BT {(num_rows, num_positions)}"
+                raise InputError(spec.name, got, shapes)
 
     @property
     def num_rows(self) -> int:
@@ -128,16 +126,12 @@ class TrainBatch:
                 _check_dtype(spec.name, value.dtype)
         width, length_B = self.response_BT.size(1), self.length_B
         if bool(((length_B < 0) | (length_B > width)).any()):
-            raise ValueError(
-                f"TrainBatch: length_B has {length_B.tolist()}, expected 0 to {width}, the width "
-                "of response_BT; probable cause: rows of another batch"
-            )
+            expected = f"0 to {width}, the width of response_BT"
+            raise InputError("length_B", length_B.tolist(), expected, "rows of another batch")
         padding_BT = torch.arange(width)[None, :] >= length_B[:, None].cpu()
         if bool((self.mask_BT.cpu() & padding_BT).any()):
-            raise ValueError(
-                "TrainBatch: mask_BT is set beyond length_B, expected no tokens to train on in "
-                "the padding; probable cause: a mask of another batch"
-            )
+            got, cause = "tokens to train on beyond length_B", "a mask of another batch"
+            raise InputError("mask_BT", got, "none in the padding", cause)
         if self.trajectory_B is not None:
             _check_trajectory_groups(self.trajectory_B.tolist(), self.group_B.tolist())
         return self
@@ -173,15 +167,15 @@ def _check_dtype(name: str, got: torch.dtype) -> None:
     else:
         is_right, expected = got.is_floating_point, "a floating dtype"
     if not is_right:
-        raise ValueError(f"TrainBatch: {name} is {got}, expected {expected}")
+        raise InputError(f"dtype of {name}", got, expected)
 
 
 def _check_trajectory_groups(trajectories: Sequence[int], groups: Sequence[int]) -> None:
     group_of: dict[int, int] = {}
     for row, (trajectory, group) in enumerate(zip(trajectories, groups, strict=True)):
         if trajectory < 0 or group_of.setdefault(trajectory, group) != group:
-            raise ValueError(
-                f"TrainBatch: trajectory_B has {trajectory} in row {row} of group_B {group}, "
-                "expected trajectories numbered from 0, each in one group; it was in group "
-                f"{group_of.get(trajectory)} before"
+            expected = (
+                "trajectories numbered from 0, each in one group; the row is in group "
+                f"{group}, the trajectory was in {group_of.get(trajectory)} before"
             )
+            raise InputError(f"trajectory_B, row {row}", trajectory, expected)

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np  # at run time, because msgspec evaluates the annotations of records
 
+from mega_agentrl.errors import InputError
+
 
 @dataclass(slots=True, kw_only=True, frozen=True, eq=False)
 class ImageInput:
@@ -99,9 +101,9 @@ def images_within(images: Sequence[PlacedImage], num_tokens: int) -> tuple[Place
     """
     inside = tuple(placed for placed in images if placed.start < num_tokens)
     if inside and inside[-1].stop > num_tokens:
-        raise ValueError(
-            f"prefix of {num_tokens} tokens: it ends within the placeholders "
-            f"{inside[-1].start}..{inside[-1].stop - 1} of image {inside[-1].image.image_id}; "
-            "expected whole images; probable cause: a fork or a cut at a wrong token"
-        )
+        last = inside[-1]
+        placeholders = f"{last.start}..{last.stop - 1} of image {last.image.image_id}"
+        expected = f"whole images; it ends within the placeholders {placeholders}"
+        cause = "a fork or a cut at a wrong token"
+        raise InputError("tokens of a prefix", num_tokens, expected, cause)
     return inside

@@ -15,6 +15,7 @@ import struct
 import zlib
 from typing import TYPE_CHECKING, BinaryIO
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import atomic_path, fsync_path
 
 if TYPE_CHECKING:
@@ -55,10 +56,9 @@ class Journal:
             file.seek(offset)
             body = _read_record(file)
         if body is None:
-            raise ValueError(
-                f"{self.path}: got a damaged record at offset {offset}, expected the one that was "
-                "written there; probable cause: a damaged disk, or two processes that write"
-            )
+            cause = "a damaged disk, or two processes that write"
+            name = f"{self.path}, offset {offset}"
+            raise InputError(name, "a damaged record", "the one that was written there", cause)
         return body
 
     def append(self, body: bytes, *, fsync: bool = False) -> int:

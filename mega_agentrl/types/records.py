@@ -20,6 +20,7 @@ from enum import StrEnum
 from statistics import fmean
 from typing import Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.images import PlacedImage
 from mega_agentrl.types.routes import TokenRoutes
 
@@ -104,8 +105,7 @@ class Role(StrEnum):
 
 def _check_lengths(record: str, **lengths: int) -> None:
     if len(set(lengths.values())) > 1:
-        got = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"{record}: all of these must have one length, got {got}")
+        raise InputError(f"{record}, lengths", lengths, "one length for all of these")
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -429,10 +429,8 @@ class Trajectory:
             argmax_ids=len(self.argmax_ids or self.token_ids),
         )
         if not 0 <= self.fork_len <= len(self.token_ids):
-            raise ValueError(
-                f"Trajectory {self.trajectory_id}: fork_len {self.fork_len} is outside "
-                f"0..{len(self.token_ids)}, the number of its response tokens"
-            )
+            expected = f"0 to {len(self.token_ids)}, the number of its response tokens"
+            raise InputError(f"{self.trajectory_id}, fork_len", self.fork_len, expected)
 
     def __repr__(self) -> str:
         """Return id, size, end and the beginning of the text on one line, without the tokens."""

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Self
@@ -48,10 +50,8 @@ class TokenRoutes:
 
     def __post_init__(self) -> None:
         if self.expert_NLK.ndim != 3 or len(self.expert_NLK) != len(self.digest_N):
-            raise ValueError(
-                f"TokenRoutes: got experts {self.expert_NLK.shape} and {len(self.digest_N)} "
-                "digests, expected [N, layers, experts per token] and N"
-            )
+            expected = f"[N, layers, experts per token] for {len(self.digest_N)} digests"
+            raise InputError("expert_NLK", self.expert_NLK.shape, expected)
 
     @classmethod
     def from_experts(
@@ -69,15 +69,13 @@ class TokenRoutes:
             ValueError: A layer has no such expert, or there are other tokens than routes.
         """
         if len(token_ids) != len(expert_NLK):
-            raise ValueError(
-                f"routes of {len(expert_NLK)} tokens: got {len(token_ids)} token ids, expected "
-                "one each; probable cause: routes of another request"
-            )
+            expected = f"{len(expert_NLK)}, one for each token with routes"
+            cause = "routes of another request"
+            raise InputError("number of token_ids", len(token_ids), expected, cause)
         if expert_NLK.size and not 0 <= expert_NLK.min() <= expert_NLK.max() < num_experts:
-            raise ValueError(
-                f"routes: got experts {expert_NLK.min()} to {expert_NLK.max()}, expected 0 to "
-                f"{num_experts - 1}; probable cause: an engine with another model"
-            )
+            got = (int(expert_NLK.min()), int(expert_NLK.max()))
+            expected = f"experts from 0 to {num_experts - 1}"
+            raise InputError("expert_NLK", got, expected, "an engine with another model")
         positions = np.arange(start, start + len(token_ids), dtype=np.int64)
         key_N = token_keys(positions, np.asarray(token_ids, dtype=np.int64))
         layer_L = np.arange(expert_NLK.shape[1], dtype=np.int64)
@@ -177,11 +175,9 @@ def join_routes(parts: Sequence[TokenRoutes]) -> TokenRoutes:
     """
     for one, other in pairwise(parts):
         if one.stop != other.start:
-            raise ValueError(
-                f"routes: got parts that end at token {one.stop} and begin at {other.start}, "
-                "expected consecutive ones; probable cause: a request for the routes of only a "
-                "part of its tokens"
-            )
+            cause = "a request for the routes of only a part of its tokens"
+            expected = f"{one.stop}, where the part before it ends"
+            raise InputError("start of routes", other.start, expected, cause)
     return TokenRoutes(
         expert_NLK=np.concatenate([part.expert_NLK for part in parts]),
         digest_N=np.concatenate([part.digest_N for part in parts]),

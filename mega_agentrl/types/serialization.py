@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mega_agentrl.errors import InputError
+
 ValueT = TypeVar("ValueT")
 
 _SCALARS = (str, bytes, int, float, Enum, type(None))
@@ -74,9 +76,8 @@ def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
     try:
         value = msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(
-            f"{where}: {error}; probable cause: damaged data, or data of another version"
-        ) from None
+        cause = "damaged data, or data of another version"
+        raise InputError(where, str(error), f"the plain form of {kind}", cause) from None
     _check_fields(value, data, where)
     return value
 
@@ -95,11 +96,12 @@ def _check_fields(value: Any, data: Any, where: str) -> None:
     if is_dataclass(value):
         names = {spec.name for spec in fields(value)}
         if data.keys() != names:
-            raise ValueError(
-                f"{where}: got the unknown fields {sorted(data.keys() - names)} and lacks "
-                f"{sorted(names - data.keys())}, expected all fields of {type(value).__name__}; "
-                "probable cause: data of another version"
-            )
+            got = {
+                "unknown fields": sorted(data.keys() - names),
+                "missing fields": sorted(names - data.keys()),
+            }
+            expected = f"all fields of {type(value).__name__}"
+            raise InputError(where, got, expected, "data of another version")
         items = [(name, getattr(value, name)) for name in names]
     elif isinstance(value, Mapping):
         items = value.items()

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from mega_agentrl.batch.micro_batching import InputLengths, minibatch_masks, plan_micro_batches
 from mega_agentrl.batch.packed_rows import PackedRows
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from tests.tree_batches import make_tree_batch, tree_shapes
 
 
@@ -127,10 +129,12 @@ def test_long_tailed_lengths_are_balanced():
 
 
 def test_no_rows_and_a_row_beyond_the_budget_are_errors():
-    with pytest.raises(ValueError, match="0 rows over 2 data ranks"):
+    with pytest.raises(InputError) as caught:
         plan_micro_batches(flat([]), num_data=2, budget_tokens=8)
-    with pytest.raises(ValueError, match=r"optim\.micro_batch_tokens=8: row 1 alone has 9"):
+    assert caught.value.got == {"rows": 0, "data ranks": 2, "multiple": 1}
+    with pytest.raises(ConfigError) as caught:
         plan_micro_batches(flat([3, 9]), num_data=1, budget_tokens=8)
+    assert (caught.value.key, caught.value.got) == ("optim.micro_batch_tokens", 8)
 
 
 def masked(mask_BT, shared_lengths=None):

@@ -20,6 +20,7 @@ from mega_agentrl.batch.packed_rows import (
     unpack_scores,
 )
 from mega_agentrl.batch.tree_order import shared_between
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.images import ImageInput, PlacedImage
 from tests.parallel.reference import make_batch
 from tests.train_batches import batch_of_rows, select_rows
@@ -80,8 +81,9 @@ def test_images_stay_with_their_rows():
     merged = PackedRows.merge(parts, rows.row_R, rows.shared_length_R)
     assert named(merged) == named(rows)
     assert PackedRows.from_batch(make_tree_batch()).images_R is None
-    with pytest.raises(ValueError, match="images of 2 rows"):
+    with pytest.raises(InputError) as caught:
         replace(rows, images_R=rows.images_R[:2])
+    assert caught.value.got["images_R"] == 2
 
 
 def test_an_image_of_several_rows_travels_once():
@@ -131,8 +133,9 @@ def test_any_rows_taken_and_merged_have_their_tokens(drawn, data):
 
 def test_tokens_of_other_lengths_are_refused():
     rows = PackedRows.from_batch(two_rows())
-    with pytest.raises(ValueError, match="22 tokens"):
+    with pytest.raises(InputError) as caught:
         replace(rows, token_N=rows.token_N[:9])
+    assert caught.value.got["token_N"] == 9
 
 
 def test_targets_are_padded_with_zeros_to_the_width_of_the_batch():
@@ -169,7 +172,7 @@ def test_scores_of_any_division_of_the_rows_are_those_of_the_batch(lengths, rand
 @pytest.mark.parametrize("numbers", [[0], [0, 1, 1]], ids=["missing", "twice"])
 def test_every_row_must_be_answered_once(numbers):
     scores = PackedScores(row_R=np.array(numbers), values=(np.zeros(len(numbers), np.float32),))
-    with pytest.raises(AssertionError, match="each row once"):
+    with pytest.raises(AssertionError):
         unpack_scores([scores], torch.ones(2, dtype=torch.int64), 1)
 
 
@@ -183,5 +186,7 @@ def test_a_row_that_lost_an_image_is_refused():
     check_placeholders(batch.with_fields(images_B=(both, both)), 9)
     check_placeholders(batch, 8)
     for images_B, row in ((None, 0), ((both, both[:1]), 1)):
-        with pytest.raises(ValueError, match=f"row {row} has 4 tokens 9"):
+        with pytest.raises(InputError) as caught:
             check_placeholders(batch.with_fields(images_B=images_B), 9)
+        assert caught.value.name.endswith(f"row {row}")
+        assert caught.value.got == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mega_agentrl.config.enums import Dtype
+from mega_agentrl.errors import InputError
 from mega_agentrl.estimate.device import GIB, DeviceSpec
 
 
@@ -24,6 +25,7 @@ def test_types_follow_the_device_unless_one_is_named():
     "wrong", [{"memory_gib": 0}, {"gpus_per_node": 0}, {"reserved_fraction": 1.0}]
 )
 def test_impossible_devices_are_refused(wrong):
-    (key,) = wrong
-    with pytest.raises(ValueError, match=f"{key}="):
+    ((name, value),) = wrong.items()
+    with pytest.raises(InputError) as caught:
         DeviceSpec(**wrong)
+    assert (caught.value.name, caught.value.got) == (name, value)

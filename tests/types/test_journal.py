@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.journal import Journal
 
 BODIES = [b"first", b"", b"third" * 100]
@@ -55,8 +56,9 @@ def test_a_damaged_record_is_cut_off_with_all_behind_it(journal, at):
     data = bytearray(journal.path.read_bytes())
     data[start + at] ^= 0x10
     journal.path.write_bytes(data)
-    with pytest.raises(ValueError, match=f"damaged record at offset {start}"):
+    with pytest.raises(InputError) as caught:
         journal.read(start)
+    assert caught.value.name == f"{journal.path}, offset {start}"
     assert bodies_of(journal) == BODIES[:2]
     assert journal.path.stat().st_size == start
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.routes import (
     DIGEST_BITS,
     TokenRoutes,
@@ -77,8 +78,9 @@ def test_parts_are_cut_joined_and_padded():
     assert routes.resized(4).num_tokens == 4
     assert routes.before(0).num_tokens == 0
     late = TokenRoutes(expert_NLK=back.expert_NLK, digest_N=back.digest_N, start=6)
-    with pytest.raises(ValueError, match="end at token 5 and begin at 6"):
+    with pytest.raises(InputError) as caught:
         join_routes([front, late])
+    assert (caught.value.name, caught.value.got) == ("start of routes", 6)
 
 
 def test_the_dtype_has_room_for_a_value_that_is_no_expert():
@@ -91,10 +93,12 @@ def test_the_dtype_has_room_for_a_value_that_is_no_expert():
 
 @pytest.mark.parametrize("expert", [-1, 8])
 def test_an_expert_that_no_layer_has_is_refused(expert):
-    with pytest.raises(ValueError, match="expected 0 to 7"):
+    with pytest.raises(InputError) as caught:
         TokenRoutes.from_experts(np.full((1, 1, 1), expert), [3], 8)
+    assert (caught.value.name, caught.value.got) == ("expert_NLK", (expert, expert))
 
 
 def test_routes_of_other_tokens_are_refused():
-    with pytest.raises(ValueError, match="got 2 token ids"):
+    with pytest.raises(InputError) as caught:
         TokenRoutes.from_experts(np.zeros((3, 1, 1), dtype=int), [3, 4], 8)
+    assert (caught.value.name, caught.value.got) == ("number of token_ids", 2)

@@ -49,9 +49,9 @@ def test_only_valid_changes_are_tried():
 
 def test_an_error_of_a_check_itself_is_raised():
     def check(_):
-        raise TypeError("ours")
+        raise ZeroDivisionError
 
-    with pytest.raises(TypeError, match="ours"):
+    with pytest.raises(ZeroDivisionError):
         list(valid_candidates(configured(), [{"parallel.tensor": 2}], check))
 
 
