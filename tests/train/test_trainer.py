@@ -18,6 +18,8 @@ from mega_agentrl.train.trainer import train, train_with_restarts
 from tests.train.metric_lines import metric_lines
 from tests.train.shared_gpus import share_gpus
 
+bare = pytest.mark.usefixtures("bare_runs")
+
 
 @pytest.mark.parametrize(
     ("method", "calls"),
@@ -27,6 +29,7 @@ from tests.train.shared_gpus import share_gpus
     ],
     ids=["before", "after"],
 )
+@bare
 def test_a_signal_ends_a_step_before_its_update_or_after_it(components, config, method, calls):
     handler, inner = SignalHandler(), getattr(components.policy, method)
 
@@ -42,6 +45,7 @@ def test_a_signal_ends_a_step_before_its_update_or_after_it(components, config, 
 
 
 @pytest.mark.usefixtures("demonstrations")
+@bare
 def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config):
     config.sft = SftConfig(max_steps=4, target_success_rate=1.0)
     train(components, config)
@@ -49,6 +53,7 @@ def test_warm_start_comes_first_and_leaves_a_fresh_optimizer(components, config)
     assert components.policy.calls[:8] == [*start, "compute_log_probs"]
 
 
+@bare
 def test_a_run_without_steps_is_one_evaluation(components, config, tmp_path, capsys):
     config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
     assert config.is_eval_only
@@ -63,6 +68,7 @@ def test_a_run_without_steps_is_one_evaluation(components, config, tmp_path, cap
     assert not (tmp_path / "checkpoints").exists()
 
 
+@bare
 def test_remax_samples_greedy_answers_beside_the_groups(components, config, tmp_path):
     config = replace(config, algo=AlgoConfig(advantage="remax"))
     train(components, config)
@@ -89,6 +95,7 @@ def test_a_run_leaves_metrics_summary_curve_and_rollouts(components, config, tmp
     assert "question p" in (tmp_path / "rollouts.txt").read_text()
 
 
+@bare
 def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components, config, tmp_path):
     config = replace(
         config,
@@ -116,6 +123,7 @@ def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components,
     assert [line["step"] for line in timed] == [2, 3]
 
 
+@bare
 def test_the_summary_holds_the_entropy_curve_of_all_steps(components, config, tmp_path):
     train(components, config)
     curve = json.loads((tmp_path / "summary.json").read_text())["entropy_by_offset"]
@@ -126,6 +134,7 @@ def test_the_summary_holds_the_entropy_curve_of_all_steps(components, config, tm
 
 
 @pytest.mark.usefixtures("demonstrations")
+@bare
 def test_a_warm_start_alone_is_evaluated_and_exported(components, config):
     config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
     train(components, replace(config, total_steps=0))
@@ -146,6 +155,7 @@ def calls(components, config, monkeypatch):
     return share_gpus(components, config)
 
 
+@bare
 def test_on_shared_gpus_each_step_goes_once_around(components, config, calls, tmp_path):
     train(components, config)
     assert [line["actor/load_imbalance"] for line in metric_lines(tmp_path, "rl")] == [1.0, 1.0]
@@ -160,6 +170,7 @@ def test_on_shared_gpus_each_step_goes_once_around(components, config, calls, tm
 
 
 @pytest.mark.usefixtures("demonstrations")
+@bare
 def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(components, config, calls):
     config.sft = SftConfig(max_steps=2, target_success_rate=1.0)
     train(components, replace(config, total_steps=0))
@@ -174,6 +185,7 @@ def test_on_shared_gpus_a_warm_start_leaves_engines_that_serve(components, confi
     ]
 
 
+@bare
 def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(components, config, calls):
     config.evaluate.every_steps = 1
     train(components, config)
@@ -182,6 +194,7 @@ def test_on_shared_gpus_an_evaluation_between_steps_needs_nothing_sent(component
     assert calls[first : first + 3] == ["rollouts", *LEARN]
 
 
+@bare
 def test_on_shared_gpus_a_run_goes_on_after_the_policy_died(components, config, calls):
     policy = components.policy._policy
     update = policy.answer
@@ -219,6 +232,7 @@ def test_without_validation_data_there_is_no_evaluation(components, config, caps
     assert (components.run_dir / "report.html").stat().st_size > 1000
 
 
+@bare
 def test_the_evaluation_before_training_can_be_left_out(components, config, capsys):
     config.evaluate.before_training = False
     reward = train(components, config)
@@ -230,6 +244,7 @@ def test_the_evaluation_before_training_can_be_left_out(components, config, caps
     assert "change" not in capsys.readouterr().out
 
 
+@bare
 def test_a_run_without_steps_is_evaluated_once_whatever_is_left_out(components, config):
     config = replace(config, total_steps=0, sft=SftConfig(max_steps=0))
     config.evaluate.before_training = False
