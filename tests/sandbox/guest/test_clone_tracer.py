@@ -47,8 +47,8 @@ class Child:
     def read(self):
         return json.loads(self.process.stdout.readline())
 
-    def traced(self, seconds=60.0):
-        return traced_clone(self.pid, time.monotonic() + seconds, is_child=True)
+    def traced(self):
+        return traced_clone(self.pid, time.monotonic() + 60.0, is_child=True)
 
     def cpu_s(self):
         return processes.cpu_time_s(self.pid)
@@ -109,7 +109,8 @@ def test_a_signal_is_delivered_after_the_tracing(child):
 
 
 def test_after_the_deadline_there_is_no_child(child):
-    with child.traced(seconds=0.2) as tracer:
+    with child.traced() as tracer:
+        tracer._deadline = time.monotonic() + 0.1  # the threads have had the time to stop
         assert tracer.run_clone(lambda: None, lambda: False) is None
     child.tell("fork")
     assert child.read()["pid"] in processes.child_pids(child.pid)
