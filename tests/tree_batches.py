@@ -9,9 +9,6 @@ from types import SimpleNamespace
 import torch
 from hypothesis import strategies as st
 
-from mega_agentrl.actor.model.attention_plan import Branch
-from mega_agentrl.actor.model.packed_attention import PackedTreeParams
-from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
 from mega_agentrl.batch.tree_order import order_rows
 from mega_agentrl.types.batch import TrainBatch
 
@@ -112,11 +109,16 @@ def make_tree_batch(trees=FORKED_TREES, *, vocab=61, seed=3) -> TrainBatch:
 
 def single_branches(start_G):
     """Return the branches of trees of one row each, which begin at these packed tokens."""
+    from mega_agentrl.actor.model.attention_plan import Branch  # not for tests without Megatron
+
     return tuple(Branch(start=start, stop=stop, path=()) for start, stop in pairwise(start_G))
 
 
 def tree_params(start_G, branches=None, *, context_rank=0, context_size=1, device="cpu"):
     """Return the attention's parameters of a context rank; by default each tree is one row."""
+    from mega_agentrl.actor.model.packed_attention import PackedTreeParams
+    from mega_agentrl.actor.parallel.context_parallel import rank_token_indices
+
     branches = single_branches(start_G) if branches is None else branches
     position_W = torch.cat(
         [
