@@ -11,7 +11,6 @@ from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank, StepProfiler
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.errors import InputError
-from tests.config.refusals import refused_setting
 from tests.parallel.merge import scores_by_row
 from tests.parallel.policy_jobs import run_calls
 from tests.tiny_models import make_tiny_model
@@ -223,4 +222,5 @@ def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(ru
 def test_parallel_sizes_that_do_not_divide_the_model_are_refused(checkpoints, train_config):
     config = train_config(checkpoints[True], tensor=3)
     rank_info = RankInfo(rank=0, world_size=3, master_address="", master_port=0, timeout_s=1.0)
-    assert refused_setting(PolicyRank, config, rank_info) == ("parallel.tensor", 3)
+    with pytest.raises(ValueError):
+        PolicyRank(config, rank_info)

@@ -76,7 +76,9 @@ class Run:
         assert median_gap(entropy_BT[order][inside_BT], expected_entropy) < bound
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("qwen3", marks=pytest.mark.extended), "qwen3_moe"]
+)
 def run(request, backend, rank_pool, tmp_path_factory):
     root, batch = tmp_path_factory.mktemp(request.param), make_batch()
     folder = make_tiny_model(request.param, root / "model")

@@ -71,6 +71,7 @@ def test_make_runs_the_tests_for_gpus_of_all_folders():
     assert f"GPU_TESTS := {' '.join(FOLDERS)}\n" in (ROOT / "Makefile").read_text()
 
 
+@pytest.mark.extended
 def test_the_tests_of_this_folder_are_collected(site):
     output = run_pytest(site, "--collect-only", "-m", "gpu", "-rs", "tests/gpu")
     for name in (

@@ -7,7 +7,9 @@ the chain rule: of W + s B A the gradients of A and B are s B^T dW and s dW A^T.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -31,6 +33,9 @@ from tests.parallel.merge import assemble, relative_errors, scores_by_row
 from tests.tiny_models import make_tiny_model
 from tests.tree_batches import make_tree_batch
 from tools import export_hf
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 RANK, ALPHA = 3, 6.0
 LAYOUTS = {
@@ -171,50 +176,70 @@ def other_factor(module, factor):
     return f"{module}.lora_{'B' if factor == 'A' else 'A'}.weight"
 
 
-def test_a_checkpoint_of_adapters_is_resumed_in_another_layout(
-    folders, rank_pool, train_config, batch, tmp_path
-):
-    folder = folders("qwen3_moe")
+@dataclass
+class SavedAdapters:
+    """A checkpoint of adapters, trained on two tensor ranks and resumed on the same."""
+
+    root: Path
+    """Its folders: `checkpoint`, and `resumed-1` with the merged weights."""
+    shapes: dict[str, tuple[int, ...]]
+    values: dict[str, torch.Tensor]
+    last_loss: float
+    next_loss: float
+    """Losses of the steps before and after the save."""
+
+
+@pytest.fixture(scope="module")
+def saved(folders, rank_pool, train_config, batch, tmp_path_factory):
+    folder, root = folders("qwen3_moe"), tmp_path_factory.mktemp("adapters")
     layout = {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}
     config = make_config(train_config, folder, layout)
-    saved = rank_pool.run(train_adapters, 2, config, batch, tmp_path)
-    other = make_config(train_config, folder, {"pipeline": 2})
-    resumed = rank_pool.run(resume_adapters, 2, other, batch, tmp_path)
-    same = rank_pool.run(resume_adapters, 2, config, batch, tmp_path)
+    trained = rank_pool.run(train_adapters, 2, config, batch, root)
+    resumed = rank_pool.run(resume_adapters, 2, config, batch, root)
     shapes = lora_shapes(hf_shapes(ModelShape.from_folder(folder)), RANK, list(LoraTarget))
-    got, expected = (
-        assemble([adapters for adapters, _ in ranks], shapes, atol=0) for ranks in (resumed, same)
-    )
-    assert all(torch.equal(got[name], expected[name]) for name in shapes)
-    assert resumed[0][1] == pytest.approx(same[0][1], abs=1e-5)
-    assert same[0][1] < saved[0].losses[-1]
-    check_exports(tmp_path, folder, shapes)
-    peft = make_config(train_config, folder, {"tensor": 2, "sequence_parallel": True})
-    peft.model.lora.path = str(tmp_path / "peft")
-    ranks = rank_pool.run(start_from_peft, 2, peft)
-    found = assemble(ranks, shapes, atol=0)
-    assert all(torch.equal(found[name], expected[name]) for name in shapes)
-    peft.model.lora.rank = RANK + 1
-    assert rank_pool.run(peft_refusal, 2, peft) == [("model.lora.rank", RANK + 1)] * 2
+    values = assemble([adapters for adapters, _ in resumed], shapes, atol=0)
+    return SavedAdapters(root, shapes, values, trained[0].losses[-1], resumed[0][1])
 
 
-def check_exports(run, folder, shapes):
-    """Convert the checkpoint to merged weights and to adapters alone."""
-    checkpoint = run / "checkpoint"
-    convert_checkpoint_to_hf(checkpoint, folder, run / "converted")
+def test_a_checkpoint_of_adapters_is_resumed_in_another_layout(
+    saved, folders, rank_pool, train_config, batch
+):
+    config = make_config(train_config, folders("qwen3_moe"), {"pipeline": 2})
+    ranks = rank_pool.run(resume_adapters, 2, config, batch, saved.root)
+    got = assemble([adapters for adapters, _ in ranks], saved.shapes, atol=0)
+    assert all(torch.equal(got[name], saved.values[name]) for name in saved.shapes)
+    assert ranks[0][1] == pytest.approx(saved.next_loss, abs=1e-5)
+    assert saved.next_loss < saved.last_loss
+
+
+def test_a_checkpoint_of_adapters_is_converted_to_merged_weights(saved, folders, tmp_path):
+    convert_checkpoint_to_hf(saved.root / "checkpoint", folders("qwen3_moe"), tmp_path / "hf")
     merged, converted = (
-        load_file(run / name / "model.safetensors") for name in ("resumed-1", "converted")
+        load_file(folder / "model.safetensors")
+        for folder in (saved.root / "resumed-1", tmp_path / "hf")
     )
     assert merged.keys() == converted.keys()
     for name, value in merged.items():
         torch.testing.assert_close(converted[name], value, rtol=0, atol=1e-6)
-    arguments = [str(checkpoint), "--model", str(folder), "--out", str(run / "peft"), "--adapter"]
-    assert export_hf.main(arguments) == 0
-    tensors = load_file(run / "peft" / "adapter_model.safetensors")
+
+
+def test_exported_adapters_are_what_a_new_policy_starts_from(
+    saved, folders, rank_pool, train_config, tmp_path
+):
+    folder, out = folders("qwen3_moe"), tmp_path / "peft"
+    arguments = ["--model", str(folder), "--out", str(out), "--adapter"]
+    assert export_hf.main([str(saved.root / "checkpoint"), *arguments]) == 0
+    tensors = load_file(out / "adapter_model.safetensors")
     names = {name.removeprefix("base_model.model."): name for name in tensors}
-    assert {name: tuple(tensors[names[name]].shape) for name in names} == shapes
-    settings = json.loads((run / "peft" / "adapter_config.json").read_text())
+    assert {name: tuple(tensors[names[name]].shape) for name in names} == saved.shapes
+    settings = json.loads((out / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (RANK, ALPHA)
+    config = make_config(train_config, folder, {"tensor": 2, "sequence_parallel": True})
+    config.model.lora.path = str(out)
+    found = assemble(rank_pool.run(start_from_peft, 2, config), saved.shapes, atol=0)
+    assert all(torch.equal(found[name], saved.values[name]) for name in saved.shapes)
+    config.model.lora.rank = RANK + 1
+    assert rank_pool.run(peft_refusal, 2, config) == [("model.lora.rank", RANK + 1)] * 2
 
 
 def test_some_layers_alone_get_adapters(folders, rank_pool, train_config, batch, tmp_path):

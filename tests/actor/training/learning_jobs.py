@@ -9,7 +9,7 @@ from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.train.advantages import add_advantages
 from tests.rank_shards import score, update
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 LR = 1e-2
 
 
