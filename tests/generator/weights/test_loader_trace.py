@@ -152,8 +152,10 @@ def comparable(layout):
 def test_a_tensor_that_vllm_would_load_only_in_part_is_an_error(tmp_path):
     # vLLM's Qwen2 takes the head's width to be hidden size over heads, whatever config.json says.
     folder = make_tiny_model("qwen2", tmp_path, **(ODD_VOCAB | {"hidden_size": 32}))
-    with pytest.raises(ValueError, match=r"3072 of 4096 elements of .*q_proj.weight"):
+    with pytest.raises(InputError) as caught:
         trace_engine_layouts(folder, 2, "float32")
+    assert "q_proj.weight" in caught.value.name
+    assert caught.value.got == 3072
 
 
 def test_missing_and_unknown_tensors_are_named(folder_of):
@@ -201,17 +203,19 @@ def test_a_loader_may_clear_all_of_a_parameter_first():
 
 
 @pytest.mark.parametrize(
-    ("loader", "message"),
+    ("loader", "got"),
     [
-        (lambda weight, loaded: weight.data[:3].copy_(loaded[:3]), "9 elements of weight"),
-        (lambda weight, loaded: None, "0 elements of weight .* no tensor"),
+        (lambda weight, loaded: weight.data[:3].copy_(loaded[:3]), "9 loaded elements of (4, 3)"),
+        (lambda weight, loaded: None, "0 loaded elements of (4, 3), from no tensor"),
         (
             lambda weight, loaded: [weight.data.copy_(loaded), weight.data[1:].copy_(loaded[1:])],
-            "weight holds .* overlap",
+            str((Rect((0, 0), (4, 3)), Rect((1, 0), (4, 3)))),
         ),
     ],
     ids=["in-part", "never", "twice"],
 )
-def test_a_parameter_is_written_once_and_whole(loader, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_parameter_is_written_once_and_whole(loader, got):
+    with pytest.raises(InputError) as caught:
         trace_model_layout(Toy(loader), {"w": (4, 3)}, "float32")
+    assert caught.value.name.endswith("weight")
+    assert str(caught.value.got).startswith(got)
