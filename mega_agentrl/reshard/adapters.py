@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, lora_shards
 
 if TYPE_CHECKING:
@@ -173,10 +174,8 @@ class AdapterReceiver:
     def check_complete(self) -> None:
         """End the transfer; raises `ValueError` if factors are missing or came twice."""
         if self._num_missing:
-            raise ValueError(
-                f"adapters: {self._num_missing} elements are missing, expected 0; probable cause: "
-                "a plan that leaves out a slice, or sends one twice"
-            )
+            cause = "a plan that leaves out a slice, or sends one twice"
+            raise InputError("missing elements of adapters", self._num_missing, "0", cause)
 
     def merge(self, shard: ShardLayout, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight with the changes of the received factors."""

@@ -333,7 +333,8 @@ class TransferExecutor:
                 first = bucket.slices[0]
                 what = f"bucket {bucket.index} (from {first.hf_name} {first.rect})"
             action = "receive from" if operation == "receive" else "send to"
-            raise type(error)(
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(
                 f"weight transfer: rank {self.rank} could not {action} rank {peer} {what}, "
                 f"deadline {self._timeout_s:g} s: {error}"
             ) from error

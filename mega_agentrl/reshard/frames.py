@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import round_up
 from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex
 
@@ -176,10 +177,9 @@ def check_header(frame: torch.Tensor, version: int, bucket: Bucket | None) -> No
         cause = "the sender's bucket has another size; were the plans made from other layouts?"
     else:
         cause = f"a bucket was lost or sent twice: {_describe_frame(got[2])} arrived instead"
-    raise ValueError(
-        f"expected {_describe_frame(index)} of weight version {version} with {expected[3]} bytes, "
-        f"got a header [magic, version, bucket, bytes] {got}; probable cause: {cause}"
-    )
+    name = "header [magic, version, bucket, bytes]"
+    wanted = f"{_describe_frame(index)} of weight version {version} with {expected[3]} bytes"
+    raise InputError(name, got, wanted, cause)
 
 
 def _describe_frame(index: int) -> str:

@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import HF_LM_HEAD
 
 if TYPE_CHECKING:
@@ -48,16 +50,12 @@ def find_tensor_files(folder: str | Path) -> dict[str, Path]:
             files = {name: folder / file for name, file in weight_map["weight_map"].items()}
         missing = sorted({file.name for file in files.values() if not file.is_file()})
         if missing:
-            raise ValueError(
-                f"model.path={folder}: {INDEX_FILE_NAME} names files that do not exist: "
-                f"{missing}; probable cause: an unfinished download or copy"
-            )
+            name = f"model.path={folder}, missing files that {INDEX_FILE_NAME} names"
+            raise InputError(name, missing, "none", "an unfinished download or copy")
         return files
     if not single.is_file():
-        raise ValueError(
-            f"model.path={folder}: expected {SINGLE_FILE_NAME} or {INDEX_FILE_NAME}; found "
-            "neither; probable cause: a checkpoint in another format"
-        )
+        expected = f"a folder with {SINGLE_FILE_NAME} or {INDEX_FILE_NAME}"
+        raise ConfigError("model.path", folder, expected, "a checkpoint in another format")
     with reading("model.path", single, _WEIGHTS), safe_open(single, framework="pt") as file:
         return {name: single for name in file.keys()}
 
@@ -102,10 +100,9 @@ def read_shards(
                 view = opened[path].get_slice(stored_name[block.hf_name])
                 got, expected = tuple(view.get_shape()), hf_shapes[block.hf_name]
                 if got != expected:
-                    raise ValueError(
-                        f"{path}: {block.hf_name} has shape {got}, expected {expected} from "
-                        "config.json; probable cause: config and weights of different models"
-                    )
+                    cause = "config and weights of different models"
+                    name = f"{path}, shape of {block.hf_name}"
+                    raise InputError(name, got, f"{expected} from config.json", cause)
                 target[block.local_rect.slices].copy_(view[block.hf_rect.slices])
 
 
@@ -141,10 +138,9 @@ def _check_tensor_names(
     unknown = sorted(name for name in set(names) - set(expected) if not _is_ignorable(name))
     missing = sorted(set(expected) - set(names))
     if unknown or missing:
-        raise ValueError(
-            f"model.path={folder}: tensors that the model does not have: {unknown or 'none'}; "
-            f"missing tensors: {missing or 'none'}; probable cause: weights of another architecture"
-        )
+        got = {"unknown tensors": unknown, "missing tensors": missing}
+        cause = "weights of another architecture"
+        raise InputError(f"model.path={folder}", got, "the tensors of the model", cause)
 
 
 def _is_ignorable(name: str) -> bool:
@@ -211,10 +207,8 @@ def begin_export(target: Path, source: Path) -> None:
         ValueError: If the target exists and is not a checkpoint, since it would be replaced.
     """
     if target.exists() and not (target / "config.json").is_file():
-        raise ValueError(
-            f"export to {target}: expected a path that does not exist or an old checkpoint to "
-            "replace; got a file or folder without config.json"
-        )
+        expected = "a path that does not exist, or an old checkpoint to replace"
+        raise InputError(f"export to {target}", "a file or folder without config.json", expected)
     partial = partial_export_folder(target)
     if partial.exists():
         shutil.rmtree(partial)

@@ -19,6 +19,8 @@ from math import prod
 from operator import ge, le, sub
 from typing import NamedTuple, Self
 
+from mega_agentrl.errors import InputError
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Rect:
@@ -156,21 +158,21 @@ def check_cover(
     unknown = sorted(set(rects_of) - set(hf_shapes))
     missing = sorted(set(hf_shapes) - set(rects_of))
     if unknown or missing:
-        raise ValueError(
-            f"{owner}: tensors that no shard holds: {missing or 'none'}; tensors that the model "
-            f"does not have: {unknown or 'none'}; probable cause: the model folder holds another "
-            "architecture"
-        )
+        got = {"tensors that no shard holds": missing, "unknown tensors": unknown}
+        cause = "the model folder holds another architecture"
+        raise InputError(f"{owner}, tensors", got, "the tensors of the model", cause)
     for name, shape in hf_shapes.items():
         rects = sorted(rects_of[name])
         whole = Rect.whole(shape)
         for rect in rects:
             if rect.intersect(whole) != rect:
-                raise ValueError(f"{owner}: {name} has shape {shape}, but a block of it is {rect}")
+                raise InputError(f"{owner}, block of {name}", rect, f"a part of its shape {shape}")
         check_disjoint(name, rects, owner=owner)
         hole = whole.numel - sum(rect.numel for rect in rects)
         if hole:
-            raise ValueError(f"{owner}: {hole} of {whole.numel} elements of {name} are in no shard")
+            raise InputError(
+                f"{owner}, elements of {name} in no shard", hole, f"0 of {whole.numel}"
+            )
 
 
 def check_disjoint(name: str, rects: Iterable[Rect], *, owner: str) -> None:
@@ -181,7 +183,7 @@ def check_disjoint(name: str, rects: Iterable[Rect], *, owner: str) -> None:
             if other.start[:1] >= rect.stop[:1]:
                 break
             if rect.intersect(other):
-                raise ValueError(f"{owner}: {name} holds {rect} and {other}, which overlap")
+                raise InputError(f"{owner}, blocks of {name}", (rect, other), "no overlap")
 
 
 def distinct_layouts(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from mega_agentrl.config.enums import TransportKind
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.executor import TransferExecutor
 from mega_agentrl.reshard.transports.registry import check_transport, join_transport
 
@@ -177,9 +178,10 @@ def join_session(
         raise RanksNotJoinedError(rank, missing_ranks, meeting, str(error)) from error
     try:
         return TransferExecutor(session.plan, rank, transport, layout, session.timeout_s)
-    except ValueError as error:
+    except InputError as error:
         transport.close()
-        raise ValueError(f"rank {rank} of the weight transfer: {error}") from error
+        name = f"rank {rank} of the weight transfer, {error.name}"
+        raise InputError(name, error.got, error.expected, error.cause) from error
 
 
 def _missing_ranks(session: TransferSession, store: TCPStore | None) -> tuple[int, ...] | None:

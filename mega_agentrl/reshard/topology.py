@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from mega_agentrl.errors import InputError
+
 
 class LinkType(StrEnum):
     """Type of the link between two ranks, fastest first."""
@@ -53,7 +55,7 @@ class LinkSpeeds:
     def __post_init__(self) -> None:
         for link in LinkType:
             if not getattr(self, link) > 0:
-                raise ValueError(f"LinkSpeeds: {link}={getattr(self, link)}, expected more than 0")
+                raise InputError(link, getattr(self, link), "more than 0")
 
     def transfer_s(self, link: LinkType, num_bytes: int) -> float:
         """Return the seconds that one transfer takes on an otherwise idle link."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.executor import (
     MAX_FRAMES_PER_SLOT,
     NUM_SLOTS,
@@ -287,5 +288,6 @@ class NextVersionExecutor:
 
 def test_a_plan_from_other_layouts_shows_before_anything_is_sent(team):
     group = small_team(team)
-    with pytest.raises(ValueError, match=r"w Rect.*lies in no block of this rank"):
+    with pytest.raises(InputError) as caught:
         TransferExecutor(group.plan, 0, group.transports[0].transport, layout(rows(4, 8)), 1.0)
+    assert caught.value.name.startswith("blocks of this rank with w ")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.frames import (
     END_OF_UPDATE,
     HEADER_BYTES,
@@ -118,19 +119,20 @@ def test_the_right_header_of_a_bucket_and_of_the_end_passes():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "expected", "message"),
+    ("field", "value", "expected"),
     [
-        (0, 0, BUCKET, r"bucket 7 of weight version 41 .*not a frame"),
-        (1, 40, BUCKET, "is sending weight version 40"),
-        (2, 8, BUCKET, "bucket 8 arrived"),
-        (2, END_OF_UPDATE, BUCKET, "the end of the update arrived"),
-        (3, 48, BUCKET, "another size"),
-        (2, 7, None, r"expected the end of .*: bucket 7 arrived"),
+        (0, 0, BUCKET),
+        (1, 40, BUCKET),
+        (2, 8, BUCKET),
+        (2, END_OF_UPDATE, BUCKET),
+        (3, 48, BUCKET),
+        (2, 7, None),
     ],
     ids=["magic", "version", "bucket", "early-end", "size", "no-end"],
 )
-def test_a_wrong_header_names_what_arrived(field, value, expected, message):
+def test_a_wrong_header_is_refused_with_its_fields(field, value, expected):
     frame, _ = written()
     frame[:HEADER_BYTES].view(torch.int64)[field] = value
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(InputError) as caught:
         check_header(frame, VERSION, expected)
+    assert caught.value.got[field] == value

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, check_cover, round_up
 
 
@@ -37,7 +38,7 @@ def shard(name, *rects, tensor="w"):
     ids=["other-rank", "empty", "reversed", "negative"],
 )
 def test_empty_negative_and_mixed_rectangles_are_refused(start, stop):
-    with pytest.raises(ValueError, match="Rect"):
+    with pytest.raises(ValueError):
         Rect(start, stop)
 
 
@@ -51,26 +52,32 @@ def test_the_intersection_is_the_set_of_common_points_in_either_order(one, other
 def test_a_block_has_one_shape_on_both_sides_except_for_dims_of_one_element():
     Block("w", Rect.whole((2, 3)), Rect((4, 0, 0), (5, 2, 3)))  # one slice of a stack
     for local_rect in (Rect.whole((3, 2)), Rect((4, 0, 0), (6, 2, 3))):
-        with pytest.raises(ValueError, match="Block of w"):
+        with pytest.raises(ValueError):
             Block("w", Rect.whole((2, 3)), local_rect)
 
 
 @pytest.mark.parametrize(
-    ("shards", "message"),
+    ("shards", "name", "got"),
     [
-        ([shard("p", Rect((0, 0), (6, 3)))], "policy: 6 of 24 elements of w"),
+        ([shard("p", Rect((0, 0), (6, 3)))], "policy, elements of w in no shard", 6),
         (
             [shard("p", Rect((0, 0), (5, 3))), shard("p", Rect((4, 0), (8, 3)))],
-            r"w holds .*\(0, 0\).*\(4, 0\).*overlap",
+            "policy, blocks of w",
+            (Rect((0, 0), (5, 3)), Rect((4, 0), (8, 3))),
         ),
-        ([shard("p", Rect((0, 0), (9, 3)))], r"w has shape \(8, 3\)"),
-        ([shard("p", Rect.whole((8, 3)), tensor="x")], r"\['w'\].*\['x'\]"),
+        ([shard("p", Rect((0, 0), (9, 3)))], "policy, block of w", Rect((0, 0), (9, 3))),
+        (
+            [shard("p", Rect.whole((8, 3)), tensor="x")],
+            "policy, tensors",
+            {"tensors that no shard holds": ["w"], "unknown tensors": ["x"]},
+        ),
     ],
     ids=["hole", "overlap", "outside", "other-tensor"],
 )
-def test_shards_that_are_no_cover_are_refused(shards, message):
-    with pytest.raises(ValueError, match=message):
+def test_shards_that_are_no_cover_are_refused(shards, name, got):
+    with pytest.raises(InputError) as caught:
         check_cover({"w": (8, 3)}, shards, owner="policy")
+    assert (caught.value.name, caught.value.got) == (name, got)
 
 
 @st.composite
@@ -88,10 +95,12 @@ def cuts(draw):
 def test_any_cut_is_a_cover_and_losing_or_doubling_a_slice_is_not(cut):
     shape, shards = cut
     check_cover({"w": shape}, shards, owner="test")
-    with pytest.raises(ValueError, match=r"in no shard|that no shard holds"):
+    with pytest.raises(InputError) as caught:
         check_cover({"w": shape}, shards[1:], owner="test")
-    with pytest.raises(ValueError, match="overlap"):
+    assert caught.value.name in ("test, elements of w in no shard", "test, tensors")
+    with pytest.raises(InputError) as caught:
         check_cover({"w": shape}, [*shards, shards[0]], owner="test")
+    assert caught.value.name == "test, blocks of w"
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))

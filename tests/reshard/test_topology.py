@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.device_location import (
     DeviceLocation,
     current_device_location,
@@ -29,8 +30,9 @@ def test_the_link_is_the_nearest_thing_that_two_ranks_share(one, other, link):
 
 
 def test_a_link_without_speed_is_refused():
-    with pytest.raises(ValueError, match="network=0"):
+    with pytest.raises(InputError) as caught:
         LinkSpeeds(network=0)
+    assert (caught.value.name, caught.value.got) == ("network", 0)
 
 
 def test_machines_and_devices_are_numbered_by_first_appearance():

@@ -29,6 +29,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
 from mega_agentrl.reshard.mapping.lora_layout import is_lora_param, is_lora_replicated
@@ -213,9 +214,11 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
     if not shape.moe or not all(shape.moe.moe_layer_pattern):
         _check_divides("parallel.tensor", tensor, "intermediate_size", shape.ffn_hidden_size)
     if parallel_rank.virtual_size > 1 and parallel_rank.pipeline_size == 1:
-        raise ValueError(
-            f"parallel.virtual_pipeline={parallel_rank.virtual_size}: expected 1 with "
-            "parallel.pipeline=1; probable cause: parallel.pipeline was removed alone"
+        raise ConfigError(
+            "parallel.virtual_pipeline",
+            parallel_rank.virtual_size,
+            "1 with parallel.pipeline=1",
+            "parallel.pipeline was removed alone",
         )
     _check_divides(
         "parallel.pipeline * parallel.virtual_pipeline",
@@ -235,38 +238,33 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
             shape.moe.ffn_hidden_size,
         )
     elif parallel_rank.expert_size > 1:
-        raise ValueError(
-            f"parallel.expert={parallel_rank.expert_size}: expected 1, the model has no experts; "
-            f"{_WRONG_SIZE_CAUSE}"
-        )
+        expected = "1, as the model has no experts"
+        raise ConfigError("parallel.expert", parallel_rank.expert_size, expected, _WRONG_SIZE_CAUSE)
 
 
 def _check_deepstack_layers(shape: ModelShape, parallel_rank: ModelParallelRank) -> None:
     stages = parallel_rank.pipeline_size * parallel_rank.virtual_size
     num_features = len(shape.vision.deepstack_blocks) if shape.vision else 0
     if stages > 1 and shape.num_layers // stages < num_features:
-        raise ValueError(
-            f"parallel.pipeline * parallel.virtual_pipeline={stages}: a stage has "
-            f"{shape.num_layers // stages} layers; expected at least {num_features}, because the "
-            "first stage adds features of images after so many layers; probable cause: a layout of "
-            "a text model"
+        raise ConfigError(
+            "parallel.pipeline * parallel.virtual_pipeline",
+            stages,
+            f"stages of at least {num_features} layers, after which the first stage adds features "
+            f"of images, of the model's {shape.num_layers}",
+            "a layout of a text model",
         )
 
 
 def _check_kv_heads(shape: ModelShape, tensor: int) -> None:
     heads = shape.num_kv_heads
     if heads % tensor and tensor % heads:
-        raise ValueError(
-            f"parallel.tensor={tensor}: the model's num_key_value_heads is {heads}; expected a "
-            f"divisor or a multiple of it; {_WRONG_SIZE_CAUSE}"
-        )
+        expected = f"a divisor or a multiple of the model's num_key_value_heads, {heads}"
+        raise ConfigError("parallel.tensor", tensor, expected, _WRONG_SIZE_CAUSE)
     rows = (shape.num_heads + 2 * heads) * shape.head_dim
     _check_divides("parallel.tensor", tensor, "rows of q, k and v", rows)
 
 
 def _check_divides(key: str, size: int, dimension: str, extent: int) -> None:
     if extent % size:
-        raise ValueError(
-            f"{key}={size}: the model's {dimension} is {extent}, which is not a multiple of it; "
-            f"expected a size that divides {extent}; {_WRONG_SIZE_CAUSE}"
-        )
+        expected = f"a divisor of the model's {dimension}, {extent}"
+        raise ConfigError(key, size, expected, _WRONG_SIZE_CAUSE)

@@ -23,7 +23,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import decoder_settings, read_json
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig
 from mega_agentrl.reshard.mapping.vision_shape import VisionShape, VisionTower
 
@@ -148,15 +150,13 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_heads}: expected a multiple of "
-                f"num_key_value_heads={self.num_kv_heads}; probable cause: a damaged config.json"
-            )
+            expected = f"a multiple of num_key_value_heads={self.num_kv_heads}"
+            cause = "a damaged config.json"
+            raise InputError("num_attention_heads", self.num_heads, expected, cause)
         if self.moe and len(self.moe.moe_layer_pattern) != self.num_layers:
-            raise ValueError(
-                f"moe.moe_layer_pattern has {len(self.moe.moe_layer_pattern)} entries: expected "
-                f"num_layers={self.num_layers}; probable cause: only one of the two was changed"
-            )
+            got, cause = len(self.moe.moe_layer_pattern), "only one of the two was changed"
+            expected = f"num_layers={self.num_layers}"
+            raise InputError("entries of moe.moe_layer_pattern", got, expected, cause)
 
     @property
     def family(self) -> ModelFamily:
@@ -174,11 +174,12 @@ class ModelShape:
             ValueError: It is a vision-language model.
         """
         if self.vision is not None:
-            raise ValueError(
-                f"architecture={self.architecture}: expected a text model for a critic or a reward "
-                "model; a scalar head on a model that sees images is not supported; probable "
-                "cause: algo.advantage=gae with a vision-language policy (grpo and rloo need no "
-                "critic)"
+            raise InputError(
+                "architecture",
+                self.architecture,
+                "a text model for a critic or a reward model; a scalar head on a model that sees "
+                "images is not supported",
+                "algo.advantage=gae with a vision-language policy (grpo and rloo need no critic)",
             )
         return replace(
             self,
@@ -197,18 +198,15 @@ class ModelShape:
         """
         file = Path(path) / "config.json"
         if not file.is_file():
-            raise ValueError(
-                f"model.path={path}: expected a Hugging Face checkpoint folder with config.json; "
-                f"{'it has none' if Path(path).is_dir() else 'there is no such folder'}"
-            )
+            cause = "it has none" if Path(path).is_dir() else "there is no such folder"
+            expected = "a Hugging Face checkpoint folder with config.json"
+            raise ConfigError("model.path", path, expected, cause)
         config = read_json(file, "model.path", "the config.json of a Hugging Face checkpoint")
         architecture = (config.get("architectures") or ["none"])[0]
         supported = SUPPORTED_ARCHITECTURES + SCALAR_ARCHITECTURES
         if architecture not in supported:
-            raise ValueError(
-                f"model.path={path}: architecture {architecture} is not supported; supported: "
-                f"{', '.join(supported)}"
-            )
+            expected = f"one of {', '.join(supported)}"
+            raise InputError(f"model.path={path}, architecture", architecture, expected)
         family = FAMILIES[_family_name(architecture)]
         head = HeadKind.scalar if architecture in SCALAR_ARCHITECTURES else HeadKind.vocab
         if family.vision_tower:
@@ -225,7 +223,7 @@ def _family_name(architecture: str) -> str:
 
 def _require_key(config: dict[str, Any], key: str, file: Path) -> Any:
     if config.get(key) is None:
-        raise ValueError(f"{file}: key {key} is missing; probable cause: a damaged config.json")
+        raise InputError(f"{file}, {key}", None, "a value", "a damaged config.json")
     return config[key]
 
 
@@ -241,8 +239,8 @@ def _check_supported_settings(
         ("num_labels", _num_labels(config) if head is HeadKind.scalar else 1, 1),
     ):
         if got != expected:
-            raise ValueError(
-                f"{file}: {key}={got!r}, expected {expected!r}; other values have no mapping"
+            raise InputError(
+                f"{file}, {key}", got, f"{expected!r}", "a model for which there is no mapping"
             )
 
 
@@ -275,10 +273,12 @@ def _from_config(
         _require_key(config, "num_key_value_heads", file)
     head_dim = int(config.get("head_dim") or family.default_head_dim or hidden // num_heads)
     if family.vision_tower is VisionTower.qwen2_5_vl and head_dim != hidden // num_heads:
-        raise ValueError(
-            f"{file}: head_dim={head_dim}, expected hidden_size / num_attention_heads = "
-            f"{hidden // num_heads}; transformers' Qwen2.5-VL ignores any other value; probable "
-            "cause: a config.json made by hand"
+        raise InputError(
+            f"{file}, head_dim",
+            head_dim,
+            f"hidden_size / num_attention_heads = {hidden // num_heads}, as transformers' "
+            "Qwen2.5-VL ignores any other value",
+            "a config.json made by hand",
         )
     return ModelShape(
         architecture=architecture,

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 
 
@@ -45,9 +46,9 @@ class ModelParallelRank:
         for axis in ("tensor", "pipeline", "expert", "expert_tensor"):
             rank, size = getattr(self, f"{axis}_rank"), getattr(self, f"{axis}_size")
             if not 0 <= rank < size:
-                raise ValueError(f"{axis}_rank={rank}: expected 0..{size - 1}")
+                raise InputError(f"{axis}_rank", rank, f"0..{size - 1}")
         if self.virtual_size < 1:
-            raise ValueError(f"virtual_size={self.virtual_size}: expected at least 1")
+            raise InputError("virtual_size", self.virtual_size, "at least 1")
 
     def param_prefix(self, chunk: int) -> str:
         """Return the prefix of a chunk's parameter names, empty if there is only one chunk."""

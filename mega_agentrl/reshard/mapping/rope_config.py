@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from mega_agentrl.errors import InputError
+
 _KNOWN_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
@@ -94,16 +96,14 @@ class RopeConfig:
         section = tuple(rope.pop("mrope_section", None) or ())
         arranged = bool(rope.pop("mrope_interleaved", False))
         if len(section) != 3 or sum(section) != num_frequencies or arranged is not interleaved:
-            raise ValueError(
-                f"{path}: {key} has mrope_section={list(section)} and "
-                f"mrope_interleaved={arranged}, expected three numbers with the sum "
-                f"{num_frequencies} and {interleaved}; probable cause: a config.json of another "
-                "model family"
+            raise InputError(
+                f"{path}, {key}",
+                {"mrope_section": list(section), "mrope_interleaved": arranged},
+                f"three numbers with the sum {num_frequencies}, and {interleaved}",
+                "a config.json of another model family",
             )
         if not (rope.get("rope_theta") or config.get("rope_theta")):
-            raise ValueError(
-                f"{path}: key rope_theta is missing; probable cause: a damaged config.json"
-            )
+            raise InputError(f"{path}, rope_theta", None, "a number", "a damaged config.json")
         plain = cls.from_config(config | {key: rope}, path)
         return replace(plain, mrope_section=section, mrope_interleaved=interleaved)
 
@@ -165,31 +165,24 @@ def _rope_type(rope: dict[str, Any]) -> Any:
 def _check_supported(rope: dict[str, Any], config: dict[str, Any], path: str) -> None:
     rope_types = [rope_type.value for rope_type in RopeType]
     if _rope_type(rope) not in rope_types:
-        raise ValueError(
-            f"{path}: rope_type={_rope_type(rope)!r}, expected one of {', '.join(rope_types)}; "
-            "probable cause: a model variant for longer texts than this project can train"
-        )
+        expected = f"one of {', '.join(rope_types)}"
+        cause = "a model variant for longer texts than this project can train"
+        raise InputError(f"{path}, rope_type", _rope_type(rope), expected, cause)
     unknown = sorted(key for key in set(rope) - _KNOWN_KEYS if rope[key] is not None)
     if unknown:
-        raise ValueError(
-            f"{path}: unknown keys in the rope settings {unknown}, expected only "
-            f"{sorted(_KNOWN_KEYS)}; probable cause: a model whose layers differ in their rotary "
-            "embedding"
-        )
+        cause = "a model whose layers differ in their rotary embedding"
+        expected = f"only {sorted(_KNOWN_KEYS)}"
+        raise InputError(f"{path}, unknown keys in the rope settings", unknown, expected, cause)
     rotary_factor = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if rotary_factor != 1.0:
-        raise ValueError(
-            f"{path}: partial_rotary_factor={rotary_factor}, expected 1.0; probable cause: "
-            "another model family"
-        )
+        name = f"{path}, partial_rotary_factor"
+        raise InputError(name, rotary_factor, "1.0", "another model family")
 
 
 def _require_rope_key(settings: dict[str, Any], key: str, rope_type: RopeType, path: str) -> Any:
     if settings.get(key) is None:
-        raise ValueError(
-            f"{path}: key {key} is missing in the rope settings, expected a number for "
-            f"rope_type={rope_type.value}; probable cause: a damaged config.json"
-        )
+        expected = f"a number for rope_type={rope_type.value} in the rope settings"
+        raise InputError(f"{path}, {key}", None, expected, "a damaged config.json")
     return settings[key]
 
 

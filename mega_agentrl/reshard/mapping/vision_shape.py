@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from mega_agentrl.errors import InputError
+
 
 class VisionTower(StrEnum):
     """Architecture of a vision tower; the values are transformers' model types."""
@@ -94,10 +96,8 @@ class VisionShape:
             ("rope_theta", rope.get("rope_theta", 10000.0), 10000.0),
         ):
             if got != expected:
-                raise ValueError(
-                    f"{path}: vision_config.{key}={got!r}, expected {expected!r}; other values "
-                    "have no mapping; probable cause: another model family"
-                )
+                name, cause = f"{path}, vision_config.{key}", "another model family"
+                raise InputError(name, got, f"{expected!r}; others have no mapping", cause)
         sizes: dict[str, Any]
         if is_qwen3:
             sizes = {
@@ -194,16 +194,13 @@ def _layer_norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 def _require(config: dict[str, Any], key: str, path: str) -> Any:
     if config.get(key) is None:
-        raise ValueError(
-            f"{path}: key vision_config.{key} is missing; probable cause: a damaged config.json"
-        )
+        name = f"{path}, vision_config.{key}"
+        raise InputError(name, None, "a value", "a damaged config.json")
     return config[key]
 
 
 def _check_blocks(shape: VisionShape, path: str) -> None:
     blocks = shape.full_attention_blocks + shape.deepstack_blocks
     if any(not 0 <= block < shape.depth for block in blocks):
-        raise ValueError(
-            f"{path}: vision_config names the blocks {blocks}, expected 0..{shape.depth - 1}; "
-            "probable cause: a damaged config.json"
-        )
+        name, expected = f"{path}, blocks of vision_config", f"0..{shape.depth - 1}"
+        raise InputError(name, blocks, expected, "a damaged config.json")

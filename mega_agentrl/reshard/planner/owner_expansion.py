@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_LM_HEAD,
     hf_embedding,
@@ -52,10 +53,8 @@ class TrainerParallelSizes:
 
     def __post_init__(self) -> None:
         if self.ranks_per_stage % self.expert_size:
-            raise ValueError(
-                f"expert={self.expert_size}: expected a divisor of tensor * data = "
-                f"{self.ranks_per_stage}; probable cause: one of them was changed alone"
-            )
+            expected = f"a divisor of tensor * data = {self.ranks_per_stage}"
+            raise InputError("expert", self.expert_size, expected, "one was changed alone")
 
     @property
     def ranks_per_stage(self) -> int:

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Rect, ShardLayout, check_disjoint, distinct_layouts
 from mega_agentrl.reshard.planner.broadcast_tree import BroadcastPlanner
 from mega_agentrl.reshard.planner.regions import RankSetCache, compute_regions, rect_owners
@@ -62,12 +63,11 @@ def plan_transfer(
         ValueError: If a rollout rank needs an element that no trainer rank holds, an element of a
             rollout shard would be written twice, a dtype is unknown, or the counts do not match.
     """
-    if len(locations) != len(trainer_layouts) + len(rollout_layouts) or bucket_bytes < 1:
-        raise ValueError(
-            f"plan_transfer: {len(locations)} locations, bucket_bytes={bucket_bytes}; expected "
-            f"{len(trainer_layouts)} + {len(rollout_layouts)} locations, one per rank, and at "
-            "least one byte"
-        )
+    if bucket_bytes < 1:
+        raise InputError("bucket_bytes", bucket_bytes, "at least one byte")
+    if len(locations) != len(trainer_layouts) + len(rollout_layouts):
+        expected = f"{len(trainer_layouts)} + {len(rollout_layouts)}, one per rank"
+        raise InputError("number of locations", len(locations), expected)
     groups = group_layouts(trainer_layouts, rollout_layouts, dtypes, names=names)
     plan = plan_from_groups(
         groups,
@@ -150,11 +150,11 @@ def _check_written_once(rollout_layouts: RankLayouts) -> None:
 def _dtype_of(name: str, dtypes: Mapping[str, str] | str) -> str:
     dtype = dtypes if isinstance(dtypes, str) else dtypes.get(name, "none")
     if dtype not in DTYPE_BYTES:
-        raise ValueError(f"{name}: dtype={dtype}, expected one of {', '.join(DTYPE_BYTES)}")
+        raise InputError(f"dtype of {name}", dtype, f"one of {', '.join(DTYPE_BYTES)}")
     return dtype
 
 
-_WRONG_LAYOUT_CAUSE = "probable cause: the plan was made from other layouts"
+_WRONG_LAYOUT_CAUSE = "the plan was made from other layouts"
 
 
 def check_transfer_plan(
@@ -198,19 +198,14 @@ def _check_hops(plan: TransferPlan, bucket: Bucket) -> tuple[set[int], list[int]
     targets: list[int] = []
     for source, target in bucket.hops:
         if target in targets or target not in plan.rollout_ranks:
-            raise ValueError(
-                f"transfer plan: bucket {bucket.index} {_describe_bucket(bucket)} goes to "
-                f"rank {target} "
-                f"{'twice' if target in targets else 'which is not a rollout rank'}; "
-                f"{_WRONG_LAYOUT_CAUSE}"
-            )
+            name = f"target of bucket {bucket.index} {_describe_bucket(bucket)}"
+            expected = "a rollout rank, once"
+            raise InputError(name, target, expected, _WRONG_LAYOUT_CAUSE)
         if source < plan.num_trainer_ranks:
             sources.add(source)
         elif source not in targets:
-            raise ValueError(
-                f"transfer plan: rank {source} forwards bucket {bucket.index} "
-                f"{_describe_bucket(bucket)} before it has received it; {_WRONG_LAYOUT_CAUSE}"
-            )
+            name = f"source of bucket {bucket.index} {_describe_bucket(bucket)}"
+            raise InputError(name, source, "a rank that has received it", _WRONG_LAYOUT_CAUSE)
         targets.append(target)
     return sources, targets
 
@@ -237,15 +232,15 @@ def _check_received_cover(
         check_disjoint(name, received_rects[name], owner=owner)
         for rect in received_rects[name]:
             if not any(whole.contains(rect) for whole in block_rects[name]):
-                raise ValueError(
-                    f"{owner}: {name} {rect} arrives but the rank does not hold it; "
-                    f"{_WRONG_LAYOUT_CAUSE}"
-                )
+                expected = "a slice that the rank holds"
+                raise InputError(f"{owner}, received {name}", rect, expected, _WRONG_LAYOUT_CAUSE)
         for whole in block_rects[name]:
             overlaps = [rect.intersect(whole) for rect in received_rects[name]]
             hole = whole.numel - sum(overlap.numel for overlap in overlaps if overlap)
             if hole:
-                raise ValueError(
-                    f"{owner}: {hole} of {whole.numel} elements of {name} {whole} do not arrive; "
-                    f"{_WRONG_LAYOUT_CAUSE}"
+                raise InputError(
+                    f"{owner}, elements of {name} {whole} that do not arrive",
+                    hole,
+                    f"0 of {whole.numel}",
+                    _WRONG_LAYOUT_CAUSE,
                 )

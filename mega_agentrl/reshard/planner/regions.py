@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Rect, distinct_layouts
 
 if TYPE_CHECKING:
@@ -105,10 +106,11 @@ def compute_regions(
         ):
             receivers = rank_sets.union(tuple(receiver_sets[i] for i in needed_indices))
             if not held_indices:
-                raise ValueError(
-                    f"transfer plan: {name} {rect} is needed by rollout ranks "
-                    f"{_shorten(receivers)} and held by no trainer rank; probable cause: layouts "
-                    "of two different models"
+                raise InputError(
+                    f"trainer ranks with {name} {rect}",
+                    "none",
+                    f"one, as rollout ranks {_shorten(receivers)} need it",
+                    "layouts of two different models",
                 )
             holders = rank_sets.union(tuple(holder_sets[i] for i in held_indices))
             yield TransferRegion(name, rect, holders, receivers)
@@ -123,11 +125,9 @@ def _check_same_tensors(
     ):
         missing, unknown = sorted(set(names) - set(owners)), sorted(set(owners) - set(names))
         if missing or unknown:
-            raise ValueError(
-                f"transfer plan: {side} all tensors of the model except {_shorten(missing)}, and "
-                f"unknown tensors {_shorten(unknown)}; probable cause: layouts of two different "
-                "models"
-            )
+            got = {"missing": _shorten(missing), "unknown": _shorten(unknown)}
+            cause = "layouts of two different models"
+            raise InputError(f"tensors that {side}", got, "all tensors of the model", cause)
 
 
 def _shorten(items: Sequence[object]) -> str:

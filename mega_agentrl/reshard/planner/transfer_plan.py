@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Rect, ShardLayout
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -161,10 +162,8 @@ class ParamSliceIndex:
 
 
 def _not_held_error(tensor_slice: TensorSlice) -> ValueError:
-    return ValueError(
-        f"{tensor_slice.hf_name} {tensor_slice.rect} lies in no block of this rank, "
-        "expected one; probable cause: the plan was made from other layouts"
-    )
+    name = f"blocks of this rank with {tensor_slice.hf_name} {tensor_slice.rect}"
+    return InputError(name, 0, "1", "the plan was made from other layouts")
 
 
 def map_rect(rect: Rect, hf_rect: Rect, local_rect: Rect) -> Rect:

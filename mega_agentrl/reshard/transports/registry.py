@@ -27,6 +27,7 @@ import torch
 
 from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.topology import LinkType, link_type_between
 from mega_agentrl.reshard.transports.gloo import GlooTransport, HostStagedTransport
 from mega_agentrl.reshard.transports.memory_handles import CudaIpcMemory, MemfdMemory
@@ -211,9 +212,7 @@ def join_transport(
         ValueError: If the number of locations is not the number of ranks.
     """
     if locations and len(locations) != world_size:
-        raise ValueError(
-            f"join_transport: {len(locations)} locations, expected {world_size}, one per rank"
-        )
+        raise InputError("number of locations", len(locations), f"{world_size}, one per rank")
     gloo = GlooTransport.join(store, rank, world_size, timeout_s)
     on_device = bool(locations) and locations[rank].device is not None
     if not locations or (chosen is TransportKind.gloo and not on_device):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.verify.copy_table import (
     NO_TARGET,
     CopyTable,
@@ -105,13 +106,11 @@ def _digests_of_batch(batch: Sequence[_Matrix]) -> list[torch.Tensor]:
 
 def _as_matrix(values: torch.Tensor, rect: Rect) -> _Matrix:
     if tuple(values.shape) != rect.shape or values.element_size() not in (2, 4):
-        raise ValueError(
-            f"digest: values {tuple(values.shape)} of {values.dtype} for {rect}, expected its "
-            "shape and a type of 16 or 32 bits"
-        )
+        expected = f"the shape of {rect} and a type of 16 or 32 bits"
+        raise InputError("values of a digest", (tuple(values.shape), values.dtype), expected)
     if len(rect.start) > 2:
         if any(rect.start[1:]):
-            raise ValueError(f"digest: {rect} of {len(rect.start)} dims, expected whole rows of it")
+            raise InputError("rectangle of a digest", rect, "whole rows, for more than 2 dims")
         return values.flatten(1), (rect.start[0], 0)
     start = (0,) * (2 - len(rect.start)) + rect.start
     return values.reshape((1,) * (2 - values.ndim) + tuple(values.shape)), start

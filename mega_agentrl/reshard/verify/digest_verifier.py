@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import distinct_layouts
 from mega_agentrl.reshard.planner.transfer_plan import ParamSliceIndex, TensorSlice
 from mega_agentrl.reshard.verify.digest import compute_digests
@@ -250,10 +251,11 @@ class DigestVerifier:
         np.add.at(num_held, self._region_of_part, sizes)
         for region, count in zip(self._regions, num_held.tolist(), strict=True):
             if count != region.rect.numel:
-                raise ValueError(
-                    f"verification of {region.hf_name} {region.rect}: trainer ranks hold {count} "
-                    f"elements of it, expected {region.rect.numel}; probable cause: ranks that "
-                    "are sharded differently, or layouts of two different models"
+                raise InputError(
+                    f"verification of {region.hf_name} {region.rect}: elements of trainer ranks",
+                    count,
+                    str(region.rect.numel),
+                    "ranks that are sharded differently, or layouts of two different models",
                 )
 
     def expected_digests(self, rank_digests: Sequence[np.ndarray]) -> np.ndarray:
@@ -276,10 +278,12 @@ class DigestVerifier:
         number = self._part_of_digest[position]
         part, first = self._parts[number], self._first_replica[number]
         first_rank, rank = np.searchsorted(self._rank_ends, [first, position], side="right")
-        raise ValueError(
+        raise InputError(
             f"verification of {self._regions[part.region_index].hf_name} {part.rect}: "
-            f"trainer ranks {first_rank} and {rank} hold different values, expected "
-            "equal ones; probable cause: replicas that have drifted apart in training"
+            "trainer ranks with different values",
+            (int(first_rank), int(rank)),
+            "equal ones",
+            "replicas that have drifted apart in training",
         )
 
     def region_indices(self, regions: Sequence[DigestRegion]) -> np.ndarray:

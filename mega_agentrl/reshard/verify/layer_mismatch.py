@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mega_agentrl.errors import InputError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -101,10 +103,9 @@ def compare_points(
         if kind in CAUSES:
             got, expected = policy[point], engine[point][: len(policy[point])]
             if got.shape != expected.shape:
-                raise ValueError(
-                    f"{point}: the engine has {expected.shape} values and the policy {got.shape}, "
-                    "expected the same; probable cause: folders of different models"
-                )
+                cause = "folders of different models"
+                shape = f"{expected.shape}, as the engine has"
+                raise InputError(f"{point}, values of the policy", got.shape, shape, cause)
             same_experts = _same_experts(engine, policy, point) if kind == "mlp" else slice(None)
             errors.append(_point_error(point, got[same_experts], expected[same_experts], dtype))
     return errors

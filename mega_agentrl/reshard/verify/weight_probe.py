@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mega_agentrl.errors import InputError
+
 _PROBE_SEED = 20
 
 PROBE_TOLERANCE_NATS = {"float32": 1e-3, "bfloat16": 0.2}
@@ -45,9 +47,10 @@ def check_probe(
     difference_T = np.abs(np.subtract(policy_logp_T, engine_logp_T))
     gap, limit = float(np.median(difference_T)), PROBE_TOLERANCE_NATS[dtype]
     if not gap <= limit:
-        raise ValueError(
-            f"probe: {engine} and the policy disagree on the log-probs of a fixed prompt by "
-            f"{gap:.3g} nats in the median, expected at most {limit:g}; probable cause: the same "
-            "bytes, but names or heads mapped differently on both sides"
+        raise InputError(
+            f"probe of {engine}, median difference in nats to the policy on a fixed prompt",
+            gap,
+            f"at most {limit:g}",
+            "the same bytes, but names or heads mapped differently on both sides",
         )
     return gap

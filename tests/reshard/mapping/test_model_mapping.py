@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from safetensors import safe_open
 
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.reshard.hf_checkpoint import read_shards
 from mega_agentrl.reshard.layout import Rect, check_cover, check_disjoint
 from mega_agentrl.reshard.mapping.model_mapping import (
@@ -148,42 +149,60 @@ ODD_WIDTH = {"ffn_hidden_size": 25}
 
 
 @pytest.mark.parametrize(
-    ("shape", "sizes", "message"),
+    ("shape", "sizes", "key", "got", "of_model"),
     [
-        (DENSE, {"tensor_size": 3}, "parallel.tensor=3: .*num_attention_heads is 8"),
+        (DENSE, {"tensor_size": 3}, "parallel.tensor", 3, "num_attention_heads, 8"),
         (
             make_shape(num_heads=12, num_kv_heads=6, ffn_hidden_size=24),
             {"tensor_size": 4},
-            "parallel.tensor=4: .*num_key_value_heads is 6",
+            "parallel.tensor",
+            4,
+            "num_key_value_heads, 6",
         ),
         (
             make_shape(num_heads=8, num_kv_heads=2, head_dim=1, ffn_hidden_size=8),
             {"tensor_size": 8},
-            "parallel.tensor=8: .*rows of q, k and v is 12",
+            "parallel.tensor",
+            8,
+            "rows of q, k and v, 12",
         ),
         (
             replace(DENSE, **ODD_WIDTH),
             {"tensor_size": 2},
-            "parallel.tensor=2: .*intermediate_size is 25",
+            "parallel.tensor",
+            2,
+            "intermediate_size, 25",
         ),
         (
             replace(make_moe_shape(moe_layer_pattern=[True, False, True, True]), **ODD_WIDTH),
             {"tensor_size": 2},
-            "parallel.tensor=2: .*intermediate_size is 25",
+            "parallel.tensor",
+            2,
+            "intermediate_size, 25",
         ),
-        (DENSE, {"pipeline_size": 3}, "virtual_pipeline=3: .*num_hidden_layers is 4"),
+        (
+            DENSE,
+            {"pipeline_size": 3},
+            "parallel.pipeline * parallel.virtual_pipeline",
+            3,
+            "num_hidden_layers, 4",
+        ),
         (
             DENSE,
             {"pipeline_size": 2, "virtual_size": 4},
-            "virtual_pipeline=8: .*num_hidden_layers is 4",
+            "parallel.pipeline * parallel.virtual_pipeline",
+            8,
+            "num_hidden_layers, 4",
         ),
-        (DENSE, {"virtual_size": 2}, "parallel.virtual_pipeline=2: .*parallel.pipeline=1"),
-        (DENSE, {"expert_size": 2}, "parallel.expert=2"),
-        (MOE, {"expert_size": 3}, "parallel.expert=3: .*num_experts is 4"),
+        (DENSE, {"virtual_size": 2}, "parallel.virtual_pipeline", 2, "parallel.pipeline=1"),
+        (DENSE, {"expert_size": 2}, "parallel.expert", 2, "no experts"),
+        (MOE, {"expert_size": 3}, "parallel.expert", 3, "num_experts, 4"),
         (
             MOE,
             {"expert_tensor_size": 4},
-            "parallel.expert_tensor=4: .*moe_intermediate_size is 6",
+            "parallel.expert_tensor",
+            4,
+            "moe_intermediate_size, 6",
         ),
     ],
     ids=[
@@ -191,9 +210,11 @@ ODD_WIDTH = {"ffn_hidden_size": 25}
         *("layers", "virtual-layers", "virtual-alone", "no-experts", "experts", "expert-width"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(shape, sizes, message):
-    with pytest.raises(ValueError, match=message):
+def test_sizes_that_do_not_divide_are_named(shape, sizes, key, got, of_model):
+    with pytest.raises(ConfigError) as caught:
         megatron_layout(shape, ModelParallelRank(**sizes))
+    assert (caught.value.key, caught.value.got) == (key, got)
+    assert of_model in caught.value.expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 
 
@@ -26,10 +27,12 @@ def test_only_one_chunk_of_one_rank_holds_each_end():
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert", "expert_tensor"])
 def test_a_rank_outside_its_size_is_named(axis):
     for rank in (-1, 2):
-        with pytest.raises(ValueError, match=f"{axis}_rank={rank}"):
+        with pytest.raises(InputError) as caught:
             ModelParallelRank(**{f"{axis}_rank": rank, f"{axis}_size": 2})
+        assert (caught.value.name, caught.value.got) == (f"{axis}_rank", rank)
 
 
 def test_a_rank_has_at_least_one_chunk():
-    with pytest.raises(ValueError, match="virtual_size=0"):
+    with pytest.raises(InputError) as caught:
         ModelParallelRank(virtual_size=0)
+    assert (caught.value.name, caught.value.got) == ("virtual_size", 0)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.rope_config import RopeConfig, RopeType
 from tests.tiny_models import LLAMA3_ROPE, YARN_ROPE
 
@@ -81,19 +82,32 @@ def test_what_a_config_leaves_out_follows_from_its_positions():
         assert found.original_max_position_embeddings == positions
 
 
+UNKNOWN_KEYS = "unknown keys in the rope settings"
+
+
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("config", "name", "got"),
     [
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-        ({"rope_parameters": YARN_ROPE | {"mrope_section": [1]}}, r"\['mrope_section'\]"),
-        ({"rope_parameters": {"full_attention": YARN_ROPE}}, r"\['full_attention'\]"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing.*rope_type=linear"),
-        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, "low_freq_factor is miss"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type", "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type", "dynamic"),
+        (
+            {"rope_parameters": YARN_ROPE | {"mrope_section": [1]}},
+            UNKNOWN_KEYS,
+            ["mrope_section"],
+        ),
+        (
+            {"rope_parameters": {"full_attention": YARN_ROPE}},
+            UNKNOWN_KEYS,
+            ["full_attention"],
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor", None),
+        ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, "low_freq_factor", None),
     ],
     ids=["type", "old-type", "key", "by-layer", "partial", "no-factor", "no-low-factor"],
 )
-def test_settings_that_are_not_supported_are_refused(config, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_are_not_supported_are_refused(config, name, got):
+    with pytest.raises(InputError) as caught:
         read(**config)
+    assert caught.value.name.endswith(f", {name}")
+    assert caught.value.got == got

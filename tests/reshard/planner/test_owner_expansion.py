@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import megatron_layout
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
 from mega_agentrl.reshard.planner.owner_expansion import (
@@ -68,5 +69,6 @@ def test_layers_that_the_stages_do_not_divide_are_assigned_evenly():
 
 
 def test_experts_must_share_the_ranks_of_a_stage():
-    with pytest.raises(ValueError, match="expert=3"):
+    with pytest.raises(InputError) as caught:
         TrainerParallelSizes(tensor_size=2, data_size=2, expert_size=3)
+    assert (caught.value.name, caught.value.got) == ("expert", 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 from mega_agentrl.reshard.planner.transfer_plan import (
     Bucket,
@@ -53,8 +54,9 @@ def test_a_rank_may_want_a_slice_twice():
 def test_a_slice_that_the_rank_does_not_hold_is_named(name, rect):
     whole = Rect((0, 0), (4, 2))
     index = ParamSliceIndex([shard("p", whole, whole, (4, 2))])
-    with pytest.raises(ValueError, match=f"{name} Rect.* lies in no block"):
+    with pytest.raises(InputError) as caught:
         index.find(TensorSlice(name, rect, 8))
+    assert caught.value.name == f"blocks of this rank with {name} {rect}"
 
 
 def test_a_rank_sees_its_hops_in_order():

@@ -9,6 +9,7 @@ import torch
 
 from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.planner.transfer_plan import Bucket, Hop
 from mega_agentrl.reshard.topology import RankLocation
 from mega_agentrl.reshard.transports.gloo import GlooTransport
@@ -154,8 +155,9 @@ def test_a_frame_goes_from_machine_to_machine_and_on():
 
 
 def test_locations_of_other_ranks_are_an_error():
-    with pytest.raises(ValueError, match="2 locations"):
+    with pytest.raises(InputError) as caught:
         join_transport(None, 0, 3, 1.0, locations=[RankLocation(0)] * 2)
+    assert (caught.value.name, caught.value.got) == ("number of locations", 2)
 
 
 def with_devices(store, rank, world_size, timeout_s):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.verify.digest import compute_digests
 
@@ -159,15 +160,16 @@ def test_no_items_and_several():
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "rect", "message"),
+    ("shape", "dtype", "rect", "name"),
     [
-        ((2, 3), torch.float32, Rect.whole((3, 2)), r"\(2, 3\) of torch.float32 for Rect"),
-        ((2, 3), torch.int8, Rect.whole((2, 3)), "16 or 32 bits"),
-        ((2, 3), torch.float64, Rect.whole((2, 3)), "16 or 32 bits"),
-        ((1, 2, 3), torch.float32, Rect((0, 1, 0), (1, 3, 3)), "whole rows"),
+        ((2, 3), torch.float32, Rect.whole((3, 2)), "values of a digest"),
+        ((2, 3), torch.int8, Rect.whole((2, 3)), "values of a digest"),
+        ((2, 3), torch.float64, Rect.whole((2, 3)), "values of a digest"),
+        ((1, 2, 3), torch.float32, Rect((0, 1, 0), (1, 3, 3)), "rectangle of a digest"),
     ],
     ids=["shape", "8-bits", "64-bits", "part-of-a-row"],
 )
-def test_other_types_and_shapes_are_refused(shape, dtype, rect, message):
-    with pytest.raises(ValueError, match=message):
+def test_other_types_and_shapes_are_refused(shape, dtype, rect, name):
+    with pytest.raises(InputError) as caught:
         compute_digests([(torch.zeros(shape, dtype=dtype), rect)])
+    assert caught.value.name == name

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
 
 
@@ -37,5 +38,6 @@ def test_an_expert_chosen_otherwise_for_one_token_of_31_is_accepted():
     ids=["most tokens", "float32", "NaN"],
 )
 def test_other_differences_are_refused(differences, dtype):
-    with pytest.raises(ValueError, match="engine 1"):
+    with pytest.raises(InputError) as caught:
         check(*differences, dtype=dtype)
+    assert "engine 1" in caught.value.name
