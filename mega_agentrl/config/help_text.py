@@ -18,6 +18,7 @@ from mega_agentrl.config.field_docs import field_docs, first_sentence, format_va
 from mega_agentrl.config.override_keys import known_groups, known_keys, nearest_name
 from mega_agentrl.config.ranges import setting_types
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -87,10 +88,8 @@ def _topic(name: str, groups: dict[str, list[Path]]) -> Iterator[str]:
     name = name.rstrip(".=")
     if name not in {*sections, *groups, *keys} or not name:
         near = nearest_name(name, {*sections, *groups, *keys} - {""})
-        raise ValueError(
-            f"--help {name}: expected the name of a section, a config group or a key; nearest is "
-            f"{near}"
-        )
+        expected = "the name of a section, a config group or a key"
+        raise InputError("--help", name, expected, f"a mistyped name, nearest is {near}")
     if name in sections:
         yield f"{name}: {inspect.cleandoc(sections[name].__doc__ or '')}\n"
         if rows := list(_keys(name, sections[name])):

@@ -27,6 +27,7 @@ from mega_agentrl.config.input_files import read_yaml
 from mega_agentrl.config.ranges import FieldType, setting_types
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sweep_overrides import sweep_dir_name
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
-_MAX_SHOWN_CHARS = 500
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
 
@@ -201,10 +201,11 @@ def _check_single_choices(overrides: Iterable[Override], groups: Mapping[str, li
             continue
         first = chosen.setdefault((group, override.package), override)
         if first is not override:
-            raise ValueError(
-                f"override {override.input_line!r}: the config group {group} is already chosen by "
-                f"{first.input_line!r}, expected one choice; probable cause: a script that passes "
-                "one of them"
+            raise InputError(
+                f"override {override.input_line!r}",
+                f"a second choice after {first.input_line!r}",
+                f"one choice of the config group {group}",
+                "a script that passes one of them",
             )
 
 
@@ -212,10 +213,12 @@ def _parse_override(text: str) -> Override:
     try:
         return OverridesParser.create().parse_overrides([text])[0]
     except (OverrideParseException, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"override {text[:_MAX_SHOWN_CHARS]!r}: expected key=value, group=option or ~key; "
-            "probable cause: a value with spaces, commas or brackets that the shell or Hydra "
-            "splits (quote it: 'key=\"a, b\"'), or a value that is too long"
+        raise InputError(
+            "override",
+            text,
+            "key=value, group=option or ~key",
+            "a value with spaces, commas or brackets that the shell or Hydra splits (quote it: "
+            "'key=\"a, b\"'), or a value that is too long",
         ) from error
 
 
@@ -241,23 +244,27 @@ def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None
     elif key in sections and isinstance(value, dict):
         for name in _nested_keys(value, key):
             if not is_known(name):
-                raise ValueError(
-                    f"{shown}: unknown key {name!r}; nearest known is {_suggest_names(name, keys)}"
-                )
+                raise _unknown_key(shown, name, keys)
     elif key in sections and not override.is_delete():
         inside = ", ".join(name for name in keys if name.startswith(f"{key}."))
-        raise ValueError(f"{shown}: {key} is a section; set one of its keys: {inside}")
+        raise InputError(shown, "a section", f"one of its keys: {inside}")
     elif not is_known(key):
-        near = _suggest_names(key, {*keys, *groups, *sections, *known_options()})
-        raise ValueError(f"{shown}: unknown key {key!r}; nearest known is {near}")
+        raise _unknown_key(shown, key, {*keys, *groups, *sections, *known_options()})
+
+
+def _unknown_key(name: str, key: str, known: Iterable[str]) -> InputError:
+    cause = f"a mistyped key, nearest is {_suggest_names(key, known)}"
+    return InputError(name, key, "a known key", cause)
 
 
 def _check_options(override: Override, group: str, known: Sequence[str]) -> None:
     for option in _chosen_options(override):
         if option not in known:
-            raise ValueError(
-                f"override {override.input_line!r}: {option!r} is not an option of group {group}; "
-                f"nearest is {nearest_name(option, known)!r}, known are {', '.join(known)}"
+            raise InputError(
+                f"override {override.input_line!r}",
+                option,
+                f"an option of the config group {group}: {', '.join(known)}",
+                f"a mistyped name, nearest is {nearest_name(option, known)!r}",
             )
 
 
@@ -354,9 +361,7 @@ def _check_yaml_file(path: Path, config_dir: Path) -> None:
     known = {*known_keys(), *known_sections(), *known_options()}
     for key in file_keys(path, config_dir):
         if not is_known(key) and key.split(".")[0] != _HYDRA:
-            raise ValueError(
-                f"{path}: unknown key {key!r}; nearest known is {_suggest_names(key, known)}"
-            )
+            raise _unknown_key(str(path), key, known)
 
 
 def file_keys(path: Path, config_dir: Path) -> Iterator[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mega_agentrl.errors import InputError
+
 ROOT_FILE = "train.yaml"
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
@@ -25,7 +27,9 @@ def find_config_dir(package: Path = _PACKAGE_DIR) -> Path:
     for folder in candidates:
         if (folder / ROOT_FILE).is_file():
             return folder
-    raise ValueError(
-        f"configuration: {ROOT_FILE} is in neither {candidates[0]} (installed) nor "
-        f"{candidates[1]} (checkout); probable cause: an incomplete copy or installation"
+    raise InputError(
+        f"configuration file {ROOT_FILE}",
+        "none",
+        f"one in {candidates[0]} (installed) or {candidates[1]} (checkout)",
+        "an incomplete copy or installation",
     )

@@ -3,6 +3,7 @@
 import pytest
 
 from mega_agentrl.config.paths import find_config_dir
+from mega_agentrl.errors import InputError
 
 
 def make(folder):
@@ -21,5 +22,6 @@ def test_the_installed_folder_is_preferred_to_that_of_a_checkout(tmp_path):
 
 def test_a_folder_without_the_root_file_does_not_count(tmp_path):
     (tmp_path / "configs").mkdir()
-    with pytest.raises(ValueError, match=r"train\.yaml"):
+    with pytest.raises(InputError) as caught:
         find_config_dir(tmp_path / "mega_agentrl")
+    assert caught.value.name == "configuration file train.yaml"

@@ -6,6 +6,7 @@ from mega_agentrl.config.field_docs import first_sentence
 from mega_agentrl.config.help_text import help_text
 from mega_agentrl.config.override_keys import known_groups, known_keys, known_sections
 from mega_agentrl.config.paths import find_config_dir
+from mega_agentrl.errors import InputError
 
 CONFIGS = find_config_dir()
 
@@ -63,8 +64,10 @@ def test_a_key_has_its_whole_meaning_type_range_and_choices():
     ids=["section", "inner_section", "key"],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=rf"--help {name}: .* nearest is {nearest}$"):
+    with pytest.raises(InputError) as caught:
         help_text([name], CONFIGS)
+    assert (caught.value.name, caught.value.got) == ("--help", name)
+    assert caught.value.cause.endswith(f" {nearest}")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_json_has_a_bounded_depth_and_plain_texts():
     assert len(parse_json(wide)) == 1000
     assert parse_json('"\\ud83d\\ude00 \\\\ud800"') == "\U0001f600 \\ud800"
     for text in (nested(MAX_DEPTH + 1), nested(100_000), '"\\ud800"', '{"\\uDfff": 1}', "", "{"):
-        with pytest.raises(ValueError, match=r"\w"):
+        with pytest.raises(ValueError):
             parse_json(text)
 
 

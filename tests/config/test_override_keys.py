@@ -19,7 +19,7 @@ from mega_agentrl.config.override_keys import (
     repeated_keys,
 )
 from mega_agentrl.config.paths import find_config_dir
-from tests.config.refusals import refused, refused_setting
+from tests.config.refusals import refused, refused_input, refused_setting
 
 
 @dataclass
@@ -96,53 +96,58 @@ def test_known_overrides_pass(folder, override):
 
 
 @pytest.mark.parametrize(
-    ("override", "nearest"),
+    ("override", "got", "nearest"),
     [
-        ("optim.lrr=1", "'optim.lr'"),
-        ("+optim.lrr=1", "'optim.lr'"),
-        ("~optim.lrr", "'optim.lr'"),
-        ("lr=1", "'optim.lr' or 'sft.lr'"),
-        ("data.tarin=1", "'data.train'"),
-        ("optm.kl_coef=1", "'algo.kl_coef'"),
-        ("algo.clip_dual=3", "'algo.loss_options.clip_dual'"),
-        ("algo.loss_options.a.b=1", "'algo.loss_options.a.b'"),
-        ("rollout.branch.taau=1", "'rollout.branch.tau'"),
-        ("groupsize=1", "'rollout.group_size'"),
-        ("total_step=1", "'total_steps'"),
-        ("algorithm=grpo", "'algo'"),
-        ("algo=grpoo", "'grpo'"),
-        ("algo=grpo,arppo", "'arpo'"),
-        ("experiment=[smoke,smok]", "'smok'"),
-        ("optim={lrr: 0.1}", "'optim.lrr'"),
-        ("rollout={branch: {taau: 1}}", "'rollout.branch.taau'"),
-        ("tool.python=3", "tool.python.mode"),
-        ("+reward.rubric.a.arpo.x=1", "'reward.rubric.a.arpo.x'"),
-        ("zzqq=1", "nearest known is '"),
-        ("optim.lr", "key=value"),
-        ("=3", "unknown key"),
+        ("optim.lrr=1", "optim.lrr", "'optim.lr'"),
+        ("+optim.lrr=1", "optim.lrr", "'optim.lr'"),
+        ("~optim.lrr", "optim.lrr", "'optim.lr'"),
+        ("lr=1", "lr", "'optim.lr' or 'sft.lr'"),
+        ("data.tarin=1", "data.tarin", "'data.train'"),
+        ("optm.kl_coef=1", "optm.kl_coef", "'algo.kl_coef'"),
+        ("algo.clip_dual=3", "algo.clip_dual", "'algo.loss_options.clip_dual'"),
+        ("algo.loss_options.a.b=1", "algo.loss_options.a.b", "'"),
+        ("rollout.branch.taau=1", "rollout.branch.taau", "'rollout.branch.tau'"),
+        ("groupsize=1", "groupsize", "'rollout.group_size'"),
+        ("total_step=1", "total_step", "'total_steps'"),
+        ("algorithm=grpo", "algorithm", "'algo'"),
+        ("algo=grpoo", "grpoo", "'grpo'"),
+        ("algo=grpo,arppo", "arppo", "'arpo'"),
+        ("experiment=[smoke,smok]", "smok", "'smoke'"),
+        ("optim={lrr: 0.1}", "optim.lrr", "'optim.lr'"),
+        ("rollout={branch: {taau: 1}}", "rollout.branch.taau", "'rollout.branch.tau'"),
+        ("+reward.rubric.a.arpo.x=1", "reward.rubric.a.arpo.x", "'"),
+        ("zzqq=1", "zzqq", "'"),
+        ("=3", "", "'"),
     ],
 )
-def test_unknown_overrides_are_refused_with_the_nearest_name(folder, override, nearest):
-    with pytest.raises(ValueError, match="override") as caught:
-        check_overrides(["seed=1", override], folder)
-    message = str(caught.value)
-    assert nearest in message and override in message and "is ''" not in message
+def test_unknown_overrides_are_refused_with_the_nearest_name(folder, override, got, nearest):
+    error = refused_input(check_overrides, ["seed=1", override], folder)
+    assert (error.name, error.got) == (f"override {override!r}", got)
+    assert f"nearest is {nearest}" in error.cause and "is ''" not in error.cause
+
+
+def test_an_override_without_a_value_and_a_value_of_a_section_are_refused(folder):
+    error = refused_input(check_overrides, ["optim.lr"], folder)
+    assert (error.name, error.got) == ("override", "optim.lr")
+    error = refused_input(check_overrides, ["tool.python=3"], folder)
+    assert error.name == "override 'tool.python=3'"
+    assert "tool.python.mode" in error.expected
 
 
 def test_groups_of_a_second_folder_count(folder, tmp_path_factory):
     extra = tmp_path_factory.mktemp("extra")
     (extra / "algo").mkdir()
     (extra / "algo" / "mine.yaml").write_text("")
-    with pytest.raises(ValueError, match="mine"):
-        check_overrides(["algo=mine"], folder)
+    assert refused_input(check_overrides, ["algo=mine"], folder).got == "mine"
     check_overrides(["algo=mine", "experiment=smoke"], folder, extra)
 
 
 def test_a_config_group_has_one_choice(folder):
     check_overrides(["seed=1", "seed=2", "algo=grpo", "algo@algo=grpo"], folder)
     check_overrides(["algo=grpo", "algo={kl_coef: 0.1}", "algo={kl_target: null}"], folder)
-    with pytest.raises(ValueError, match=r"'algo=arpo': .* already chosen by 'algo=grpo'"):
-        check_overrides(["algo=grpo", "seed=1", "algo=arpo"], folder)
+    error = refused_input(check_overrides, ["algo=grpo", "seed=1", "algo=arpo"], folder)
+    assert error.name == "override 'algo=arpo'"
+    assert "'algo=grpo'" in error.got
 
 
 def test_the_command_line_has_overrides_and_folders():
@@ -209,8 +214,9 @@ def test_the_files_of_configs_set_known_keys():
 )
 def test_an_unknown_key_in_a_file_is_refused(folder, name, text, unknown, nearest):
     (folder / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"{name}: .*'{unknown}'.* '{nearest}'"):
-        check_yaml_keys(folder)
+    error = refused_input(check_yaml_keys, folder)
+    assert (error.name, error.got) == (str(folder / name), unknown)
+    assert error.cause.endswith(f" '{nearest}'")
 
 
 DAMAGED = {

@@ -246,7 +246,7 @@ def test_the_probe_refuses_wrong_mappings_and_no_right_ones(
         largest.append(np.abs(np.subtract(policy_logps, right)).max())
         for name, wrong_mapping in wrong_mappings.items():
             wrong = engine_log_probs(with_wrong_mapping(engine, wrong_mapping), PROMPT)
-            with pytest.raises(ValueError, match="probe: engine"):
+            with pytest.raises(ValueError):
                 check_probe("engine", policy_logps, wrong, "bfloat16")
                 pytest.fail(f"{folder}: {name}")
     if family == "qwen3_moe" and num_models > 10:

@@ -87,7 +87,7 @@ def parquet_without_truth_with_an_own_loss(assets, tmp_path):
 # One for each stage, in the order in which the stages come.
 BAD_INPUT = {
     "name of a key": (lambda a, t: "rollout.branchin=none", "'rollout.branching'"),
-    "group given twice": (lambda a, t: "algo=grpo algo=ppo", "'algo=ppo': the config group algo"),
+    "group given twice": (lambda a, t: "algo=grpo algo=ppo", "one choice of the config group algo"),
     "type of a value": (lambda a, t: "optim.lr=fast", "optim.lr"),
     "run folder": (run_folder_below_a_file, "file is a file"),
     "range of a value": (lambda a, t: "rollout.top_p=1.5", "rollout.top_p=1.5"),
