@@ -39,18 +39,18 @@ RUNS = [
 ]
 
 
-def test_it_is_short():
+def test_the_readme_has_at_most_250_lines():
     assert len(README.read_text().splitlines()) <= 250
 
 
-def test_its_make_targets_exist():
+def test_make_targets_of_the_readme_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     named = {words[1] for words in COMMANDS if words[0] == "make"}
     named |= set(re.findall(r"`(?:\S+ )?make ([a-z-]+)", README.read_text()))
     assert {"smoke", "test", "preflight"} <= named <= targets
 
 
-def test_its_files_exist():
+def test_files_of_the_readme_exist():
     folders = ("configs", "docs", "examples", "slurm", "tools", "tests", "mega_agentrl")
     pattern = rf"(?<![\w/.])((?:{'|'.join(folders)})/[\w./-]*[\w/])"
     named = set(re.findall(pattern, README.read_text()))
@@ -59,7 +59,7 @@ def test_its_files_exist():
 
 
 @pytest.mark.parametrize("words", RUNS, ids=lambda words: words[-1])
-def test_the_keys_and_values_of_its_runs_are_accepted(words):
+def test_keys_and_values_of_the_runs_in_the_readme_are_accepted(words):
     register_schema()
     folder = find_config_dir()
     command = parse_command_line(words)
@@ -71,7 +71,7 @@ def test_the_keys_and_values_of_its_runs_are_accepted(words):
         compose("train", overrides)
 
 
-def test_the_defaults_that_it_names_are_those_of_the_schema():
+def test_defaults_in_the_readme_are_those_of_the_schema():
     with initialize_config_dir(str(find_config_dir()), version_base="1.3"):
         defaults = compose("train", ["model=hf", "model.path=x", "data.train=x"])
         smoke = compose("train", ["experiment=smoke"])

@@ -86,7 +86,7 @@ def test_yaml_files_are_refused_with_their_name(tmp_path, text):
     assert (error.key, error.got) == (KEY, str(path))
 
 
-def test_yaml_is_read(tmp_path):
+def test_yaml_with_aliases_and_merged_keys_is_read(tmp_path):
     path = tmp_path / "tools.yaml"
     path.write_text("- &a {x: [1, 2.5, null]}\n- *a\n")
     assert read_yaml(path, KEY, "a list") == [{"x": [1, 2.5, None]}] * 2

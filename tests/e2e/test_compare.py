@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ SMALL = (
 
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("algorithm", ["arpo", "ppo"])
-def test_a_killed_comparison_goes_on(algorithm, assets, tmp_path):
+def test_a_killed_comparison_continues_from_its_checkpoint(algorithm, assets, tmp_path):
     out = tmp_path / "out"
     given = [one for one in asset_overrides(assets, "") if not one.startswith("run_dir")]
     choice = ("--tasks", "toolqa", "--algos", algorithm, "--seeds", "3", "--rates", "2e-4")
@@ -36,16 +37,17 @@ def test_a_killed_comparison_goes_on(algorithm, assets, tmp_path):
     # A session of its own, so that everything it started is killed with it, as a host would be.
     first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     try:
-        ends_at = time.monotonic() + 240
+        ends_at = time.monotonic() + 600
         while not (run / "checkpoints" / "step-000002" / "manifest.json").is_file():
             assert first.poll() is None, "ended before it could be killed"
             assert time.monotonic() < ends_at
             time.sleep(0.05)
     finally:
-        os.killpg(first.pid, signal.SIGKILL)
-        first.wait(30)
+        with suppress(ProcessLookupError):  # it has failed before
+            os.killpg(first.pid, signal.SIGKILL)
+        first.wait(120)
     assert not (run / "result.json").exists()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert re.search(rf"{algorithm}-lr0.0002-seed3: continuing after step [24]", done.stdout)
     assert [line["step"] for line in metric_lines(run)] == [1, 2, 3, 4, 5, 6]

@@ -50,7 +50,7 @@ def finished_run(assets, tmp_path_factory):
     return run_dir, output
 
 
-def test_tp2_pp2_policy_with_a_tp2_engine(assets, finished_run):
+def test_a_tp2_pp2_policy_trains_with_a_tp2_engine(assets, finished_run):
     run_dir, output = finished_run
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["num_steps"] == 2
@@ -75,7 +75,7 @@ def test_tp2_pp2_policy_with_a_tp2_engine(assets, finished_run):
 
 
 @needs_browser
-def test_its_page_shows_a_tree_in_a_browser(finished_run, tmp_path):
+def test_the_report_page_shows_a_tree_in_a_browser(finished_run, tmp_path):
     page = (finished_run[0] / "report.html").as_uri()
     with Chromium(tmp_path) as browser:
         browser.open(page)

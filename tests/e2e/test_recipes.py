@@ -54,7 +54,7 @@ def test_every_experiment_composes_into_valid_settings(name):
         ("arpo_14b_deepsearch", (12, 6, 64, 8), (2000, 6192), 6, 5),
     ],
 )
-def test_arpo(name, sizes, lengths, calls, epochs):
+def test_recipes_of_arpo_have_the_published_settings(name, sizes, lengths, calls, epochs):
     config = recipe(name, *GIVEN)
     rollout, data, algo, optim = config.rollout, config.data, config.algo, config.optim
     mini_batch = data.prompts_per_step // optim.num_minibatches
@@ -74,7 +74,7 @@ def test_arpo(name, sizes, lengths, calls, epochs):
     assert (optim.lr, optim.weight_decay, optim.grad_clip) == (1e-6, 0.01, 1.0)
 
 
-def test_egpo():
+def test_the_recipe_of_egpo_has_the_published_settings():
     config = recipe("egpo_qwen3_4b", *GIVEN)
     assert (config.total_epochs, config.optim.lr, config.algo.kl_coef) == (5, 1e-6, 0.001)
     assert (config.rollout.temperature, config.rollout.max_response_tokens) == (0.7, 8192)
@@ -82,7 +82,7 @@ def test_egpo():
     assert config.reward.part_names == ("function_call",)
 
 
-def test_ares():
+def test_the_recipe_of_ares_has_the_published_settings():
     config = recipe("ares_7b", *GIVEN)
     rollout, algo = config.rollout, config.algo
     assert (config.data.prompts_per_step, rollout.group_size) == (512, 8)

@@ -14,7 +14,7 @@ from mega_agentrl.tool.user_tools import load_user_tools
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_tool_is_loaded_and_answers():
+def test_the_example_tool_is_loaded_and_answers():
     (tool,) = load_user_tools(ROOT / "examples" / "my_tools.yaml")
     function = tool.schema()["function"]
     assert function["name"] == "convert"
@@ -34,7 +34,7 @@ def test_the_tool_is_loaded_and_answers():
         ("391", 0.0),
     ],
 )
-def test_the_reward(said, score):
+def test_the_example_reward_is_one_for_a_right_short_answer(said, score):
     path = f"{ROOT / 'examples' / 'my_reward.py'}:compute_score"
     values = {"data_source": "x", "solution_str": said, "ground_truth": "391", "extra_info": {}}
     found = run(path, values)
@@ -45,7 +45,7 @@ def test_the_reward(said, score):
 @pytest.mark.parametrize(
     "reference", ["examples.my_dataset:CsvRows", f"{ROOT}/examples/my_dataset.py:CsvRows"]
 )
-def test_the_dataset(reference, tmp_path):
+def test_the_example_dataset_reads_csv_files(reference, tmp_path):
     for name, lines in (("a", ['"2, or 1+1?",2', "3?,3"]), ("b", ["4?,4"])):
         (tmp_path / f"{name}.csv").write_text("\n".join(["question,answer", *lines]))
     files = [DataFile(str(tmp_path / f"{name}.csv")) for name in "ab"]

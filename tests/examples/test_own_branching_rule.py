@@ -33,7 +33,7 @@ def sample(entropy):
     return run_virtually(asyncio.wait_for(sample_tree(context, make_prompt(), "p0"), 20))
 
 
-def test_the_configuration_selects_it():
+def test_rollout_branching_selects_the_example():
     chosen = policy.make_branch_policy(CONFIG)
     assert type(chosen) is policy.load_user_branching(f"{EXAMPLE}:Branching")
     assert chosen.config is CONFIG.branch

@@ -27,7 +27,7 @@ from tests.rank_shards import pack_rows, policy_objective
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_loss.py")
 
 
-def test_it_is_what_was_worked_out_by_hand():
+def test_loss_and_gradients_are_those_worked_out_by_hand():
     """Ratios 4 and 1 with A = 1, 1/2 with A = -1 and a masked token; the bound is 1.5."""
     ratio_RT = torch.tensor([[4.0, 1.0], [0.5, 99.0]])
     advantage_RT = torch.tensor([[1.0, 1.0], [-1.0, 99.0]])
@@ -54,7 +54,7 @@ def test_it_is_what_was_worked_out_by_hand():
     assert {"policy_loss", "importance_ratio", "entropy"} <= set(policy_metrics(algo))
 
 
-def test_a_step_of_it_follows_the_advantages():
+def test_a_step_with_the_example_loss_follows_the_advantages():
     """Over micro-batches, with a table of logits as the policy."""
     batch = make_batch()
     num_tokens = int(batch.response_BT.max()) + 1
@@ -75,7 +75,7 @@ def test_a_step_of_it_follows_the_advantages():
     assert torch.equal(change_BT.sign(), expected_BT) and expected_BT.any()
 
 
-def test_its_option_is_set_in_range_and_all_others_are_refused():
+def test_max_ratio_in_range_is_accepted_and_other_options_are_refused():
     config = TrainConfig(algo=AlgoConfig(loss=EXAMPLE, loss_options={"max_ratio": 2}))
     check_algo(config)
     load_user_algorithm(config)
