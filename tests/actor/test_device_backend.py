@@ -48,7 +48,7 @@ def test_the_view_keeps_lazy_attributes_and_is_made_once():
 
 
 @on_cpu
-def test_all_streams_are_one_that_is_always_idle():
+def test_streams_on_a_cpu_are_one_that_is_always_idle():
     device.init_device(0)
     from megatron.core.transformer.moe import token_dispatcher
 

@@ -17,14 +17,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("check", GPU_CHECKS, ids=lambda check: check.__name__)
-def test_the_digests_of_a_cpu(check):
+def test_digests_on_a_gpu_are_those_of_a_cpu(check):
     pytest.importorskip("triton")
     check("cuda")
 
 
 @pytest.mark.parametrize("columns", [4096, 4097])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_whole_bucket(dtype, columns):
+def test_a_whole_bucket_is_copied(dtype, columns):
     """One matrix of 32 to 64 MiB, that all programs of the grid share."""
     pytest.importorskip("triton")
     values = random_bits(4096, columns, dtype, seed=1)

@@ -46,21 +46,21 @@ def check_same_bits(function, *arguments):
     [(elementary.exp, 100.0), (elementary.sin_cos, 1e5)],
     ids=["exp", "sin_cos"],
 )
-def test_elementary_functions(function, spread, random):
+def test_elementary_functions_have_equal_bits(function, spread, random):
     check_same_bits(function, random(100_003, spread=spread))
 
 
-def test_logarithms_over_all_magnitudes():
+def test_logarithms_of_all_magnitudes_have_equal_bits():
     check_same_bits(elementary.log, torch.logspace(-300, 300, 100_003, dtype=torch.float64))
 
 
-def test_sums(random):
+def test_sums_have_equal_bits(random):
     check_same_bits(partial(exact_sum, num_terms=1 << 20), random(5, VOCABULARY).clamp(-1, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 3000, 16_384])
-def test_products(width, dtype, random):
+def test_products_have_equal_bits(width, dtype, random):
     def product(left, right):
         return exact_matmul(left, FixedPointRows.from_rows(right), num_terms=width)
 
@@ -68,7 +68,7 @@ def test_products(width, dtype, random):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_gate_and_rotation(dtype, random):
+def test_norm_gate_and_rotation_have_equal_bits(dtype, random):
     hidden = random(65, 1024, dtype=dtype, spread=3.0)
     weight = random(1024, dtype=dtype)
     check_same_bits(partial(layers.rms_norm, eps=1e-6), hidden, weight)
@@ -78,7 +78,7 @@ def test_norm_gate_and_rotation(dtype, random):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention(dtype, random):
+def test_attention_has_equal_bits(dtype, random):
     query = random(2, 8, NUM_QUERIES, 64, dtype=dtype)
     key, value = (random(2, 2, NUM_KEYS, 64, dtype=dtype) for _ in range(2))
     visible = torch.ones(NUM_QUERIES, NUM_KEYS, dtype=torch.bool).tril(NUM_KEYS - NUM_QUERIES)
@@ -86,7 +86,7 @@ def test_attention(dtype, random):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_log_probs_and_entropies(dtype, random):
+def test_log_probs_and_entropies_have_equal_bits(dtype, random):
     logits_NV = random(7, VOCABULARY, dtype=dtype, spread=5.0)
     temperature_N = torch.linspace(0.3, 2.0, 7, dtype=torch.float64)
     check_same_bits(layers.log_probs_and_entropy, logits_NV, temperature_N)

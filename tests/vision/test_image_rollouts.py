@@ -462,7 +462,7 @@ def _with_image(tree, image):
     return replace(tree, prompt=prompt)
 
 
-def test_an_id_is_no_pattern(tmp_path):
+def test_an_image_id_is_not_used_as_a_pattern(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "a.png").touch()
     assert find_image(tmp_path, "a") == tmp_path / "images" / "a.png"

@@ -152,7 +152,7 @@ def test_all_forms_of_a_cell_have_the_same_bytes(tmp_path):
     [None, 5, "", {}, "nowhere.png", "data:image/png,abc", "data:image/png;base64,?"],
     ids=["null", "number", "empty", "empty_struct", "no_file", "not_base64", "bad_base64"],
 )
-def test_other_cells_are_errors(cell, tmp_path):
+def test_a_cell_without_an_image_is_an_error(cell, tmp_path):
     with pytest.raises(ConfigError) as caught:
         cell_bytes(cell, tmp_path)
     assert caught.value.key == WHERE

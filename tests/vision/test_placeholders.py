@@ -60,7 +60,7 @@ def test_located_images_cover_the_placeholders_and_nothing_else(pieces, tail):
     [[PAD], [PAD, PAD, PAD], [PAD, 1, PAD], [], [PAD, PAD, 1, PAD]],
     ids=["cut", "too_long", "split", "missing", "stray"],
 )
-def test_other_runs_are_refused(ids):
+def test_placeholders_that_do_not_fit_the_images_are_refused(ids):
     with pytest.raises(InputError) as caught:
         locate_images(ids, [make_image(1, 2)], PAD)
     assert caught.value.got == ids.count(PAD)

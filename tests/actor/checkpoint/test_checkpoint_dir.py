@@ -92,7 +92,7 @@ def test_a_save_ended_at_any_moment_leaves_the_previous_checkpoint(tmp_path, mom
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
 
 
-def test_contents_are_compared_if_asked_for(tmp_path):
+def test_digests_find_other_contents_of_the_same_size(tmp_path):
     folder = write(tmp_path / "a")
     manifest = CheckpointManifest.read(folder)
     (folder / "data").write_bytes(bytes(99) + b"zz")

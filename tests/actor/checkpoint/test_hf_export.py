@@ -171,7 +171,7 @@ def saved(tmp_path_factory, batch, rank_pool, train_config):
     ],
     ids=["default", "bfloat16", "float32"],
 )
-def test_weights_or_masters_are_written(saved, tmp_path, dtype, kind, written):
+def test_a_conversion_writes_weights_or_float32_masters(saved, tmp_path, dtype, kind, written):
     model, checkpoint, values = saved
     convert_checkpoint_to_hf(checkpoint, model, tmp_path / "hf", dtype=dtype)
     got = tensors(tmp_path / "hf")

@@ -56,7 +56,7 @@ def roll(clock):
         one.close()
 
 
-def test_all_ranks_get_the_announcement_and_leave_when_all_are_done(roll):
+def test_all_ranks_get_the_announcement_and_the_leader_waits_for_all(roll):
     leader, second, third = roll(3)
     leader.announce("folder")
     assert second.wait_announcement() == third.wait_announcement() == "folder"
@@ -88,7 +88,7 @@ def test_a_rank_without_heartbeats_is_named_on_every_rank(roll, clock):
     assert second.error == leader.error
 
 
-def test_a_rank_that_dies_after_the_end_does_not_undo_it(roll, clock):
+def test_a_rank_that_dies_after_the_commit_does_not_fail_the_save(roll, clock):
     leader, second, third = roll(3)
     second.mark_done()
     third.mark_done()

@@ -181,7 +181,7 @@ def test_wrong_routes_are_refused(run, noisy):
     assert none == ""
 
 
-def test_tokens_without_routes_use_their_own(run, batch, single):
+def test_tokens_without_routes_use_those_of_the_policy(run, batch, single):
     routes = with_routes(
         batch.with_fields(tree_order_B=None, shared_length_B=None), single.recorded
     ).routes_B

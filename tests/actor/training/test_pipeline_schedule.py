@@ -36,7 +36,7 @@ def test_scoring_leaves_no_gradient_and_keeps_the_order(parts, batch):
     assert all(float(p.main_grad.abs().max()) == 0 for p in wrapped.module.parameters())
 
 
-def test_a_wait_between_stages_is_tracked_with_the_ranks_it_waits_for(monkeypatch):
+def test_a_wait_between_stages_is_tracked_with_the_ranks_that_it_waits_for(monkeypatch):
     activities = []
     communicator = object.__new__(TrackedP2PCommunicator)
     communicator.prev_rank, communicator.next_rank = 3, 5

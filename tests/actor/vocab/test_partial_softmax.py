@@ -29,7 +29,7 @@ def stats(logits, target):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-def test_two_parts_by_hand():
+def test_merging_of_two_parts_by_hand():
     # Logits ln 1 | ln 3: probabilities 1/4 and 3/4, entropy ln 4 - 3/4 ln 3.
     whole = merge_stats(torch.stack([stats([0.0], None), stats([math.log(3)], 0)]))
     assert whole[MAX].item() == pytest.approx(math.log(3))
