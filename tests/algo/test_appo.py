@@ -26,7 +26,7 @@ def test_the_mismatch_is_bounded():
     assert got[0].tolist() == pytest.approx([1.2])
 
 
-def test_forks_are_compared_with_forks_and_speak_for_the_nodes_above_them():
+def test_forks_are_compared_with_forks_and_count_for_the_nodes_above_them():
     """Root 0 has two forks from its node 0, one of which forks again; root 1 has none."""
     advantage, added = dual_group(
         torch.tensor([1.0, 3.0, 0.0, 0.0, 0.0]),

@@ -27,7 +27,7 @@ def test_values_are_means_weighted_by_the_entropies_of_the_children():
     assert got.tolist() == pytest.approx([top, -0.75 * top, -top, 0.0], abs=1e-5)
 
 
-def test_equal_rewards_are_worth_nothing():
+def test_equal_rewards_give_zero_advantages():
     assert at2po(torch.tensor([2.0, 2.0, 2.0]), **TREE).tolist() == [0.0] * 4
 
 

@@ -105,7 +105,7 @@ def test_no_gradient_and_no_overflow():
     assert all(value.isfinite() for value in info.values())
 
 
-def test_nothing_unmasked():
+def test_sum_and_mean_are_zero_where_nothing_is_unmasked():
     info = logprob_mismatch(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
     assert all(value.item() == 0.0 for value in info.values())
 

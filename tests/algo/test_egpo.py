@@ -103,7 +103,7 @@ def test_masked_tokens_and_other_rows_have_no_effect(blocks, rows):
     assert torch.equal(cot_mask(stack, torch.cat([mask.flip(1), mask]), **marks)[1:], plain)
 
 
-def test_many_rows():
+def test_cot_masks_of_more_rows_than_a_chunk():
     num = ROWS_PER_CHUNK + 5
     token = torch.full((num, 4), 5)
     token[torch.arange(num), torch.arange(num) % 4] = END

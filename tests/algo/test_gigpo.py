@@ -23,7 +23,7 @@ def test_turns_after_the_same_answer_are_compared():
     assert got.tolist() == pytest.approx([a + 2 * b for a, b in zip(own, turn, strict=True)])
 
 
-def test_a_turn_without_its_like_has_the_trajectory_s_advantage():
+def test_a_turn_without_equal_turns_has_the_advantage_of_its_trajectory():
     alone = {**TURNS, "state_S": torch.arange(5)}
     got = gigpo(REWARD, GROUP, **alone)
     torch.testing.assert_close(got, grpo(REWARD, GROUP)[TURNS["trajectory_S"]])

@@ -64,7 +64,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 
 @pytest.mark.parametrize(
     "config", [Qwen2Config(**TINY), Qwen3MoeConfig(**TINY, **EXPERTS)], ids=["dense", "experts"]
 )
-def test_torch_counts_the_same(config, tmp_path):
+def test_torch_counts_the_same_flops(config, tmp_path):
     # Its own loop over the experts: torch does not count the grouped product.
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
     model.save_pretrained(tmp_path)

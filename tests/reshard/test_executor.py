@@ -286,7 +286,7 @@ class NextVersionExecutor:
         self.executor.close()
 
 
-def test_a_plan_from_other_layouts_shows_before_anything_is_sent(team):
+def test_a_plan_from_other_layouts_is_refused_before_anything_is_sent(team):
     group = small_team(team)
     with pytest.raises(InputError) as caught:
         TransferExecutor(group.plan, 0, group.transports[0].transport, layout(rows(4, 8)), 1.0)

@@ -138,7 +138,9 @@ def test_a_killed_rank_is_named_and_nobody_waits_for_it(
     assert fault is None or trainer.processes[1].exitcode == 9
 
 
-def test_after_a_death_all_meet_again(trainer, rollout, rollout_layouts, folder):
+def test_after_a_trainer_rank_died_all_ranks_join_a_new_session(
+    trainer, rollout, rollout_layouts, folder
+):
     trainer.kill(0)  # with the store
     assert trainer.revive() == [0]
     connect(trainer, rollout, rollout_layouts)

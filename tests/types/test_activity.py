@@ -38,7 +38,7 @@ def test_activities_nest_and_end_after_an_error():
     assert start_s <= outer.started_at_s <= inner.started_at_s
 
 
-def test_another_thread_reads_them():
+def test_another_thread_reads_the_activities():
     found = []
     with track_activity("save"):
         reader = threading.Thread(target=lambda: found.extend(current_activities()))

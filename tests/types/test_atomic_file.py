@@ -21,7 +21,7 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path, content):
 
 
 @pytest.mark.parametrize("call", ["open", "fsync", "replace"])
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch, call):
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch, call):
     path = tmp_path / "file"
     atomic_write(path, "old")
 

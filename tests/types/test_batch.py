@@ -45,13 +45,13 @@ def test_a_column_of_another_shape_is_refused(name, shape):
     assert (caught.value.name, caught.value.got) == (name, shape)
 
 
-def test_prompts_are_counted():
+def test_a_batch_with_too_few_prompts_is_refused():
     with pytest.raises(InputError) as caught:
         batch(prompt_ids=((1,),))
     assert (caught.value.name, caught.value.got) == ("prompt_ids", (1,))
 
 
-def test_responses_are_a_matrix():
+def test_responses_that_are_no_matrix_are_refused():
     with pytest.raises(InputError) as caught:
         batch(response_BT=torch.zeros(12))
     assert (caught.value.name, caught.value.got) == ("response_BT", (12,))

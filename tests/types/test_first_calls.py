@@ -10,7 +10,7 @@ def watched(limit=3):
     return FirstCalls("tool notes", "/code/notes.py", limit)
 
 
-def test_the_call_that_completes_the_failures_raises_with_all_there_is_to_know():
+def test_the_last_of_the_first_calls_raises_with_name_source_and_error():
     first_calls = watched()
     calls = [first_calls.start() for _ in range(3)]
     for call in calls[:2]:

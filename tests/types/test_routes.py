@@ -63,7 +63,7 @@ def test_the_order_of_a_tokens_experts_does_not_matter():
     assert total(TokenRoutes.from_experts(expert_NLK[..., ::-1], tokens, 8)) == total(routes)
 
 
-def test_parts_are_cut_joined_and_padded():
+def test_routes_are_cut_joined_and_padded():
     routes, expert_NLK, _ = make_routes(start=2)
     front, back = (
         routes.before(5),

@@ -65,7 +65,7 @@ outers = st.builds(
 
 
 @given(outers)
-def test_there_and_back(record):
+def test_a_record_is_restored_from_its_plain_form(record):
     assert from_builtins(Outer, to_builtins(record), "here") == record
     assert through_json(record) == record
 
@@ -94,7 +94,7 @@ def test_values_of_other_libraries_become_plain():
     ) | {"pair": [None, 3], "many": []}
 
 
-def test_what_has_no_plain_form_is_refused_or_handed_to_the_fallback():
+def test_a_value_without_a_plain_form_is_refused_or_handed_to_the_fallback():
     record = Outer(name="a", anything={"raw": 1j})
     with pytest.raises(TypeError):
         to_builtins(record)
@@ -141,7 +141,7 @@ def test_a_field_with_a_default_must_be_there_too(name):
     assert name in str(caught.value.got)
 
 
-def test_lists_of_records():
+def test_a_list_of_records_is_restored():
     records = [Inner(size=1), Inner(size=2)]
     assert from_builtins(list[Inner], to_builtins(records), "here") == records
     with pytest.raises(InputError) as caught:

@@ -89,7 +89,7 @@ def test_a_dense_layer_by_hand(folders):
     assert got == 10 * (norms + rotary + attention + mlp)
 
 
-def test_what_a_dense_layer_drops_is_computed_again(folders):
+def test_activations_that_a_dense_layer_drops_are_computed_again(folders):
     """The layer of `test_a_dense_layer_by_hand`: 10 tokens of 128 hidden, 160 in the MLP."""
     shape, mlp = ModelShape.from_folder(folders("llama")), 10 * 3 * 160 * 2
 

@@ -27,7 +27,7 @@ from tests.vision_models import VISION_FAMILIES, make_vision_model
 
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("name", ["qwen3-4b", "qwen3-30b-a3b", "deepseek-v3-sized"])
-def test_one_layer_of_each_kind_stands_for_all(name, size):
+def test_parameters_counted_by_one_layer_of_each_kind_are_those_of_all_layers(name, size):
     shape = released(name, num_hidden_layers=6)
     layouts = engine_shard_layouts(shape, 0, size)
     assert num_engine_rank_parameters(shape, size) == num_elements(layouts)
@@ -123,7 +123,7 @@ def test_on_a_cpu_a_bucket_is_no_larger_than_the_weights():
     assert large.runtime == (45 + 90) * 2**20
 
 
-def test_on_shared_gpus_it_lies_beside_what_the_policy_leaves():
+def test_on_shared_gpus_the_cache_lies_beside_what_the_policy_leaves():
     config, shape = configured(engine=4), released("qwen3-32b")
     alone = estimate_engine_memory(config, shape, DeviceSpec())
     config.cluster.colocated = True

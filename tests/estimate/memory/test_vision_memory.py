@@ -76,7 +76,7 @@ def saved_bytes(vision, grid):
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "qwen3-vl-8b"])
-def test_a_block_saves_what_is_estimated(name):
+def test_a_block_saves_as_many_bytes_as_are_estimated(name):
     # The proportions of the released towers at an eighth of their width.
     full = released(name).vision
     small = replace(

@@ -36,7 +36,7 @@ def test_a_tensor_group_is_inside_one_machine(side, key):
     assert problem.suggestions == (f"{key}=8 (from 16)",)
 
 
-def test_a_run_that_needs_more_gpus_than_there_are():
+def test_a_run_that_needs_more_gpus_than_there_are_has_a_problem():
     (problem,) = problems(num_gpus=64, engines=9)
     assert problem.config_key == "cluster.num_engines"
     assert "68 GPUs" in problem.message
@@ -45,7 +45,7 @@ def test_a_run_that_needs_more_gpus_than_there_are():
     assert problem.config_key == "parallel.data"
 
 
-def test_a_policy_that_does_not_fit():
+def test_a_policy_that_does_not_fit_is_a_problem():
     (problem,) = problems(tokens=65536)
     assert problem.config_key == "optim.micro_batch_tokens"
     assert problem.suggestions[0].startswith("optim.micro_batch_tokens=")
@@ -98,7 +98,7 @@ def test_the_share_of_an_engine_leaves_room_for_the_policy_off_the_gpu():
     assert preflight(config).problems == []
 
 
-def test_a_policy_that_does_not_fit_beside_a_sleeping_engine():
+def test_a_policy_that_does_not_fit_beside_a_sleeping_engine_is_a_problem():
     (problem,) = shared_problems(0.8, tokens=32768)
     assert problem.config_key == "optim.micro_batch_tokens"
     assert "sleeping engine" in problem.message
@@ -143,5 +143,5 @@ def test_shared_prompts_are_saved_at_least():
     [{"trees": False}, {"group": 1}, {"steps": 0}],
     ids=["flat_rows", "one_trajectory", "no_training"],
 )
-def test_nothing_is_promised_where_no_tree_is_trained_on(settings):
+def test_no_saving_is_estimated_where_no_tree_is_trained_on(settings):
     assert note_of(**settings) is None

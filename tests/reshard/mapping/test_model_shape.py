@@ -79,7 +79,7 @@ def test_biases_and_norms_of_every_family(tmp_path, family, default, with_biases
     assert biases(read(tmp_path, **changes, attention_bias=True, mlp_bias=True)) == with_biases
 
 
-def test_experts_and_which_layers_have_them(tmp_path):
+def test_experts_and_the_layers_that_have_them_are_read(tmp_path):
     shape = read(tmp_path, **MOE)
     assert shape.moe == MoeShape(
         num_experts=8,

@@ -73,7 +73,7 @@ def test_the_attention_factor_of_yarn(given, expected):
     assert read(rope_parameters=YARN_ROPE | given).attention_factor == pytest.approx(expected)
 
 
-def test_what_a_config_leaves_out_follows_from_its_positions():
+def test_keys_that_a_config_leaves_out_follow_from_its_positions():
     rope = {key: value for key, value in YARN_ROPE.items() if key != "factor"}
     assert read(rope_parameters=rope).factor == 4.0
     rope = LLAMA3_ROPE | {"original_max_position_embeddings": None}

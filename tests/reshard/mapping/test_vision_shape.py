@@ -131,7 +131,7 @@ CUTS = {
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_the_tower_is_whole_on_the_tensor_ranks_of_the_first_stage(folders, family, cut):
+def test_the_vision_tower_is_whole_on_the_tensor_ranks_of_the_first_stage(folders, family, cut):
     shape = ModelShape.from_folder(folders[family])
     layouts = trainer_layouts_of(shape, **CUTS[cut])
     names = set(vision_tensor_shapes(shape.vision))

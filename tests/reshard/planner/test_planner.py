@@ -131,7 +131,9 @@ def test_a_colocated_replica_copies_all_that_its_device_holds():
     st.sampled_from([colocated, apart]),
     st.integers(1, 3000),
 )
-def test_random_shapes(model, rollout, engines, per_node, locate, bucket_bytes):
+def test_plans_for_random_shapes_bring_every_element(
+    model, rollout, engines, per_node, locate, bucket_bytes
+):
     shape, parallel_ranks = model
     shape = widened(shape, rollout)
     trainer_layouts = [megatron_layout(shape, parallel_rank) for parallel_rank in parallel_ranks]

@@ -157,7 +157,7 @@ def test_frames_from_outside_the_slots_arrive_and_leave_nothing(group):
     assert group.ask(1, footprint)[1] == 1
 
 
-def test_both_directions_at_once(group):
+def test_two_ranks_send_frames_to_each_other_at_once(group):
     group.ask(0, send_one, 3, [1])
     group.ask(1, send_one, 4, [0])
     assert group.ask(0, look, 1) == (4, 1000)
@@ -255,7 +255,7 @@ def after_close(rank_state):
     return errors
 
 
-def test_a_closed_transport_says_so(group):
+def test_a_closed_transport_refuses_frames(group):
     group.ask(0, send_one, 3, [1])
     group.ask(1, look, 0)
     assert group.ask(1, after_close) == ["this rank has closed its end"] * 2

@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_the_loop_for_cpus(check):
+def test_the_loop_for_cpus_passes_the_checks_of_every_kernel(check):
     check("cpu")
 
 
 @pytest.mark.extended
-def test_the_triton_kernel_in_its_interpreter():
+def test_the_triton_kernel_passes_the_checks_in_its_interpreter():
     pytest.importorskip("triton")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/verify/copy_cases.py")]

@@ -151,7 +151,7 @@ def test_dims_behind_the_first_are_columns(dtype, rows, height, width, data):
     assert total.sum(axis=0, dtype=np.uint32).tolist() == digest(values)
 
 
-def test_no_items_and_several():
+def test_digests_of_no_items_and_of_several_items():
     values = [some_values(2, 3, torch.float32, seed) for seed in range(3)]
     assert compute_digests([]).shape == (0, 2)
     found = compute_digests((v, Rect.whole((2, 3))) for v in values)
