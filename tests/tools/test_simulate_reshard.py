@@ -124,8 +124,8 @@ def test_a_broken_bound_ends_with_code_1(small, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--model", "nothing"], "--model nothing: expected"),
-        (["--trainer", "tensor=2,expert=4"], "expert=4"),
-        (["--network-gbs", "0"], "network=0"),
+        (["--trainer", "tensor=2,expert=4"], "expert: got 4"),
+        (["--network-gbs", "0"], "network: got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_end_with_code_2(small, capsys, arguments, message):
