@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mega_agentrl.actor.megatron_model import RankInfo
-from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.actor.training.objectives import (
     CLIP_METRICS,
     compute_policy_loss,
@@ -20,11 +18,11 @@ from mega_agentrl.config.algorithm_traits import LOSSES, LossTraits
 from mega_agentrl.config.enums import KlPlacement, LossAggregation
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.errors import InputError
+from tests.actor.training.objective_jobs import gradients
 from tests.actor.training.whole_objective import loss_in_one_piece, objective, with_corrections
 from tests.parallel.merge import assemble, relative_errors
-from tests.parallel.policy_jobs import gradients_before_step
 from tests.parallel.reference import checkpoint_tensors, load_model, score
-from tests.rank_shards import pack_rows, policy_objective, sft_objective, update
+from tests.rank_shards import pack_rows, policy_objective, sft_objective
 from tests.tree_batches import make_tree_batch
 
 CPU = torch.device("cpu")
@@ -149,20 +147,6 @@ def test_a_kl_in_the_reward_is_reported_and_has_no_gradient(batch):
     )
     assert in_reward[2]["ref_kl"] == in_loss[2]["ref_kl"] > 0
     assert torch.equal(in_reward[1], without[1]) and not torch.equal(in_loss[1], without[1])
-
-
-def gradients(rank_info, config, batch, algos):
-    """Return stats and gradients before clipping of an update under each objective."""
-    policy = PolicyRank(config, RankInfo(**rank_info))
-    policy.load_hf(config.model.path)
-    found = []
-    for algo in algos:
-        policy.set_objective(algo, config.rollout.temperature)
-        with gradients_before_step(policy.megatron_model) as caught:
-            stats = update(policy, batch, lr=0.0)
-        found.append((stats, caught[0]))
-    policy.close()
-    return found
 
 
 @pytest.mark.parametrize(
