@@ -70,7 +70,7 @@ class Chain:
     def ask_engine(self, method: str, *args: Any) -> Any:
         import ray
 
-        return ray.get(self.engines.submit(method, *args, engines=[0])["engine 0"], timeout=240)
+        return ray.get(self.engines.submit(method, *args, engines=[0])["engine 0"], timeout=500)
 
     def policy_log_probs(self) -> list[float]:
         """Return the policy's log-probs of the prompt."""
@@ -110,7 +110,7 @@ def chain(ray_local, tmp_path_factory):
         model=ModelConfig(path=str(folder), dtype=Dtype.bfloat16),
         parallel=ParallelConfig(data=2),
         engine=EngineConfig(max_model_len=128, cpu_kv_cache_gib=1, max_num_seqs=8),
-        cluster=ClusterConfig(call_timeout_s=240),
+        cluster=ClusterConfig(call_timeout_s=500),
     )
     placement = Placement(config, on_gpu=False, with_engines=True)
     launch = {"on_gpu": False, "log_folder": root, "placement": placement}
@@ -120,7 +120,9 @@ def chain(ray_local, tmp_path_factory):
     policy.start()
     engines.wait_started(starting)
     weight_sync = WeightSynchronizer(policy, engines, config, dtype=str(config.model.dtype))
-    yield Chain(policy, engines, weight_sync, folder)
+    chain = Chain(policy, engines, weight_sync, folder)
+    chain.sync()  # the first transfer compiles what copies weights
+    yield chain
     weight_sync.disconnect()
     engines.close()
     policy.close()

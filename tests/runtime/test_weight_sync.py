@@ -13,6 +13,7 @@ from mega_agentrl.config.enums import TransportKind
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig, WeightSyncConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.remote_calls import (
@@ -253,9 +254,10 @@ def test_diverged_replicas_are_named(sides):
 
 def test_probe_detects_errors_that_digests_cannot(sides):
     sides.policy.call_all("shift_embedding_rows", 1)
-    with pytest.raises(ValueError):
+    with pytest.raises(InputError) as caught:
         sides.sync(1)
-    assert "probe: engine" in sides.history()[-1], "the engines refuse with the reason"
+    assert caught.value.name.startswith("probe of engine")
+    assert str(caught.value) in sides.history()[-1], "the engines refuse with the reason"
     assert "resume" not in sides.history()
     sides.policy.call_all("shift_embedding_rows", 0)
     assert sides.coordinator.sync_weights(sides.engines, 1)["probe_gap"] == 0
