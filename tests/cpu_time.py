@@ -21,9 +21,7 @@ SCAN_AFTER_S = 0.1
 """A test shorter than this leaves the work of its living children to the next longer one."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-EXPENSIVE = {
-    "tests/test_layout.py::test_functions_are_short": "parses every file once for all tests beside it",
-}
+EXPENSIVE: dict[str, str] = {}
 """Why a test may use more than `MAX_TEST_S`, by the start of its id."""
 
 

@@ -12,16 +12,17 @@ MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on a part may cut a file."""
 
 UNITS_S = {
-    ("actor", "parallel", "estimate", "gpu", "reshard"): 200,  # rank processes; Megatron
-    ("generator", "runtime", "e2e"): 200,  # Ray; engines
-    ("escape", "sandbox", "rollout_limits"): 60,
-    ("rollout",): 40,
-    ("config", "docs", "examples", "tools", ""): 40,
-    ("data",): 20,
-    ("reward", "tool"): 20,
-    ("train",): 20,
+    ("actor", "estimate", "gpu", "parallel"): 180,  # rank processes; Megatron
+    ("generator", "runtime", "e2e"): 140,  # Ray; engines
+    ("escape", "sandbox", "rollout_limits"): 70,
+    ("config", "docs", "examples", "tools", ""): 60,
+    ("reshard",): 30,
+    ("rollout",): 30,
+    ("train",): 25,
+    ("data",): 25,
+    ("reward", "tool"): 25,
     ("report",): 10,
-    ("algo", "batch", "numerics", "types", "vision"): 10,
+    ("algo", "batch", "numerics", "types", "vision"): 15,
 }
 """Folders whose tests share processes or slow imports, with their rough CPU seconds."""
 

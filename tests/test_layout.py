@@ -6,6 +6,10 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mega_agentrl"
 TESTS = ROOT / "tests"

@@ -40,6 +40,8 @@ from mega_agentrl.train.trajectory_rows import TrajectoryRows
 from mega_agentrl.types.records import ToolStatus
 from tests.train.test_advantages import batch
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md",

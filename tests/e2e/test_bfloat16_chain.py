@@ -37,6 +37,8 @@ from tests.parallel.policy_jobs import run_calls
 from tests.tiny_models import SIZES, make_tiny_model
 from tests.train_batches import batch_of_generations
 
+pytestmark = pytest.mark.extended
+
 if TYPE_CHECKING:
     from pathlib import Path
 

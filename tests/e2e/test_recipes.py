@@ -13,6 +13,8 @@ from mega_agentrl.config.override_keys import register_schema
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 
+pytestmark = pytest.mark.extended
+
 GIVEN = ["data.train=a", "data.validation=b", "tool.search.source=http://search"]
 FOLDER = Path(find_config_dir())
 ALL = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))

@@ -2,8 +2,12 @@
 
 import re
 
+import pytest
+
 from mega_agentrl.config.override_keys import known_keys
 from tools.make_config_reference import main, reference
+
+pytestmark = pytest.mark.extended
 
 
 def test_every_setting_has_one_row():

@@ -9,6 +9,8 @@ import pytest
 
 from tools import preflight
 
+pytestmark = pytest.mark.extended
+
 ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = {
