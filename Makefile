@@ -9,7 +9,7 @@ PART ?=
 # The tests run in more processes than there are cores, because many of them wait for processes to
 # start. Each process collects and runs a lane of its own: the folders that tests/selection.py gives it.
 LANES ?= $(shell [ "$$(nproc)" -gt 1 ] && echo 3 || echo 2)
-PYTEST = $(PY) -m pytest -n $(LANES) --dist each -o console_output_style=classic
+PYTEST = $(PY) -m pytest -n $(LANES) --dist each --max-worker-restart 0 -o console_output_style=classic
 NOT_SLOW := not gpu and not slurm and not slow and not tools
 # With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
 GPU_TESTS := tests/gpu tests/actor tests/reshard/transports

@@ -74,9 +74,13 @@ class CommandStartError(RuntimeError):
     """
 
     def __init__(self, program: str, reason: str) -> None:
-        super().__init__(f"{program} does not start: {reason}")
+        super().__init__(program, reason)
         self.program = program
         self.reason = reason
+
+    def __str__(self) -> str:
+        """Return the message."""
+        return f"{self.program} does not start: {self.reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
