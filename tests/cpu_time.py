@@ -18,7 +18,7 @@ import pytest
 MAX_TEST_S = 5.0
 NUM_SHOWN = 25
 SCAN_AFTER_S = 0.1
-"""A test shorter than this leaves the work of its living children to the next longer one."""
+"""What is shorter leaves the work of children that live on to the next longer test or fixture."""
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 EXPENSIVE: dict[str, str] = {}
@@ -72,13 +72,14 @@ class CpuMeter:
         """Count a fixture of a wider scope under its own name."""
         if fixturedef.scope == "function":
             return (yield)
-        before_s = self._lap_s(scan=True)
+        self._nested_s += self._lap_s(scan=False)
+        start_s = time.monotonic()
         try:
             return (yield)
         finally:
             name = f"fixture {fixturedef.argname} ({fixturedef.baseid})"
-            self._fixtures_s[name] = self._fixtures_s.get(name, 0.0) + self._lap_s(scan=True)
-            self._nested_s += before_s
+            seconds = self._lap_s(scan=time.monotonic() - start_s > SCAN_AFTER_S)
+            self._fixtures_s[name] = self._fixtures_s.get(name, 0.0) + seconds
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item, nextitem):
@@ -93,8 +94,8 @@ class CpuMeter:
         try:
             return (yield)
         finally:
-            is_long = time.monotonic() - self._start_s > SCAN_AFTER_S
-            item.user_properties.append(("cpu_s", self._nested_s + self._lap_s(scan=is_long)))
+            lap_s = self._lap_s(scan=time.monotonic() - self._start_s > SCAN_AFTER_S)
+            item.user_properties.append(("cpu_s", self._nested_s + lap_s))
             for name, seconds in self._fixtures_s.items():
                 item.user_properties.append((name, seconds))
             self._fixtures_s.clear()

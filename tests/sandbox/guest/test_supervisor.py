@@ -23,6 +23,7 @@ from tests.sandbox.guest.guest_program import (
     run,
     wait_for,
 )
+from tests.sandbox.sandboxes import named, wait_until_running
 
 LIMIT = 100
 
@@ -133,7 +134,9 @@ def test_cpu_time_is_counted(session):
 def test_cancel_ends_that_call_and_no_other(client):
     channel, stateful_client = client
     channel.send({"order": "cancel", "id": 1})  # nothing runs
-    begin(channel, "import time; print('begun', flush=True); time.sleep(60)", number=2)
+    code, name = named("import time\ntime.sleep(600)")
+    begin(channel, f"print('begun', flush=True)\n{code}", number=2)
+    wait_until_running(name)
     channel.send({"order": "cancel", "id": 1})
     channel.send({"order": "cancel", "id": 3})
     with pytest.raises(TimeoutError):
