@@ -14,6 +14,8 @@ from tests.parallel.merge import scores_by_row
 from tests.vision_batches import load_vision_model, make_vision_batch, score_rows
 from tests.vision_models import VISION_FAMILIES, make_vision_model
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

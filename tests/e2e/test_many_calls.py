@@ -16,6 +16,8 @@ from mega_agentrl.sandbox import cgroup
 from mega_agentrl.sandbox.pool import SandboxPool
 from tests.processes import descendants
 
+pytestmark = pytest.mark.extended
+
 WORKERS = 8
 HUNG_S = 0.5
 CALL_S = 120.0

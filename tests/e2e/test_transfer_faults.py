@@ -28,6 +28,8 @@ from tests.reshard.faults import (
 from tests.reshard.rollout_cuts import rollout_layout
 from tests.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.extended
+
 NUM_TRAINER = 4
 DEADLINE_S = 20.0  # of each wait; ranks that wait for each other fail after it
 BUCKET_BYTES = (500, 2000, 6000)

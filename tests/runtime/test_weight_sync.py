@@ -41,6 +41,8 @@ from tests.runtime.weight_sync_processes import (
     merged_tensors,
 )
 
+pytestmark = pytest.mark.extended
+
 
 class Processes:
     """Rank and engine processes that the tests share; one that a test kills is started again."""
