@@ -13,7 +13,8 @@ MAX_TESTS_TOGETHER = 50
 
 UNITS_S = {
     ("actor", "estimate", "gpu", "parallel"): 180,  # rank processes; Megatron
-    ("generator", "runtime", "e2e"): 140,  # Ray; engines
+    ("generator", "runtime"): 110,  # engines; Ray
+    ("e2e",): 70,
     ("escape", "sandbox", "rollout_limits"): 70,
     ("config", "docs", "examples", "tools", ""): 60,
     ("reshard",): 30,
