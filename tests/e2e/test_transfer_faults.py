@@ -258,11 +258,10 @@ def hit_by(fault, setup):
         assert fault.kind not in (*CONTENT_FAULTS, "names")
         # Ranks wait for each other for ever if a bucket is dropped, or held back until the next is
         # sent, and the next goes to a rank that waits for the receiver. The same happens with a
-        # bucket too many between two ranks that pass buckets on to each other: neither receives
-        # before it has sent, and the sender names it.
+        # bucket too many if its receiver waits for a rank that waits for its sender (two that pass
+        # buckets on to each other, or three in a ring): then the sender names it.
         reasons = ["expected", *(["deadline"] if fault.kind in ("drop", "reorder") else [])]
-        is_mutual = fault.kind == "twice" and fault.rank >= NUM_TRAINER
-        check_named(fault, hit, messages, reasons, sender_may=is_mutual)
+        check_named(fault, hit, messages, reasons, sender_may=fault.kind == "twice")
         return "header"
     assert fault.kind in (*CONTENT_FAULTS, *TOLD_FAULTS)
     check_proof(fault, hit, setup.rollout, wrong)
