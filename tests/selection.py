@@ -1,4 +1,4 @@
-"""Which tests a process runs: the lanes of a parallel run, and the parts of a long one."""
+"""Choose the tests of a process: a lane of a parallel run, or a part of a long one."""
 
 from __future__ import annotations
 
@@ -74,13 +74,15 @@ def choose_part(items, number, num_parts):
     Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
     test takes, those without a number a second. Tests that share a fixture stay together: those of
     a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
+    Scripts share nothing.
     """
     num_by_file = Counter(item.path for item in items)
     groups = {}
     for item in items:
         parameters = getattr(item, "callspec", None)
-        is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER and parameters
-        groups.setdefault((item.path, parameters.id if is_split else ""), []).append(item)
+        is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER or item.get_closest_marker("tools")
+        name = parameters.id if parameters and is_split else ""
+        groups.setdefault((item.path, name), []).append(item)
     load_s, kept = [0] * num_parts, set()
     for group in sorted(groups.values(), key=_duration_s, reverse=True):
         shortest = load_s.index(min(load_s))

@@ -47,7 +47,7 @@ class EngineRefusalError(RuntimeError):
         self.engine = engine
         """Name of the engine."""
         self.operation = operation
-        """What was asked for: generate or serve."""
+        """The refused operation: generate or serve."""
         self.reason = reason
         """Why it is refused, such as the failure of an update."""
 

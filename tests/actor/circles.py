@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test belong to `make test`, and which to `make test-all` only."""
+"""Mark the cases of a parametrised test that are left to `make test-all`."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TARGETS = [
     pytest.param("stateless", marks=pytest.mark.extended),
     pytest.param("workspace", marks=pytest.mark.extended),
 ]
-"""Where code runs. Most of what holds it is the same: `make test` attacks a session."""
+"""Targets of attacks. Most of what holds code is the same: `make test` attacks a session."""
 
 every_target = pytest.mark.parametrize(
     "target", ["stateful", "stateless", "workspace"], indirect=True
