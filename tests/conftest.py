@@ -86,7 +86,9 @@ def pytest_configure(config):
     if worker is None:
         plugins.register(cpu_time.CpuReport(config.getoption("cpu_budget_s")))
     elif "lane" in worker:
-        plugins.register(selection.Lane(worker["lane"], worker["workercount"]))
+        plugins.register(
+            selection.Lane(worker["lane"], worker["workercount"], config.option.markexpr)
+        )
     if part := config.getoption("part"):
         plugins.register(selection.Part(part))
 
