@@ -26,7 +26,7 @@ class Grid:
         """Return the results of single-process torch for the model."""
         if model not in self._references:
             folder = self._folder / model
-            self._references[model] = make_reference(model, folder, make_config(folder, {}))
+            self._references[model] = make_reference(model, folder, cell_config(folder, {}))
         return self._references[model]
 
     def measured(self, cell):
@@ -37,14 +37,14 @@ class Grid:
             self._measured[name] = self._pool.run(
                 policy_jobs.measure,
                 layouts.num_ranks(cell),
-                make_config(reference.folder, cell),
+                cell_config(reference.folder, cell),
                 reference.batch,
                 BUDGETS,
             )
         return self._measured[name]
 
 
-def make_config(folder, cell):
+def cell_config(folder, cell):
     """Create a configuration with clipping, KL term, entropy bonus and weight decay."""
     config = TrainConfig(model=ModelConfig(path=str(folder)))
     config.parallel = ParallelConfig(**{axis: cell[axis] for axis in cell if axis != "model"})

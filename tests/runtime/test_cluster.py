@@ -33,7 +33,7 @@ CRITIC = AlgoConfig(advantage="gae")
 JUDGE = RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("folder"))
 
 
-def make_config(parallel=TWO_RANKS, **sections):
+def cluster_config(parallel=TWO_RANKS, **sections):
     return TrainConfig(parallel=parallel, **sections)
 
 
@@ -45,16 +45,16 @@ def too_small(config, **size):
 
 
 def test_policy_and_engine_share_cpu_cores():
-    check_cluster_size(make_config(), num_cores=2, num_gpus=0)
+    check_cluster_size(cluster_config(), num_cores=2, num_gpus=0)
 
 
 def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
-    wide = make_config(ParallelConfig(tensor=2, pipeline=2))
+    wide = cluster_config(ParallelConfig(tensor=2, pipeline=2))
     check_cluster_size(wide, num_cores=2, num_gpus=0)
     for text in (caplog.text, capsys.readouterr().err):
         assert "4 policy ranks" in text and "5 processes share 2 cores" in text
-    check_cluster_size(make_config(ParallelConfig(data=8)), num_cores=2, num_gpus=0)
-    nine = make_config(ParallelConfig(data=9))
+    check_cluster_size(cluster_config(ParallelConfig(data=8)), num_cores=2, num_gpus=0)
+    nine = cluster_config(ParallelConfig(data=9))
     assert too_small(nine, num_cores=2, num_gpus=0) == ("cores of this machine", 2)
     wide.cluster.ray_address = "auto"
     assert too_small(wide, num_cores=4, num_gpus=0) == ("cores of the cluster", 4)
@@ -73,7 +73,7 @@ def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
     ids=["engine", "colocated", "critic", "evaluation", "reward_model"],
 )
 def test_every_rank_needs_a_gpu_except_engines_that_share_the_policys(sections, num_gpus):
-    made = make_config(**sections | {"cluster": ClusterConfig(**sections.get("cluster", {}))})
+    made = cluster_config(**sections | {"cluster": ClusterConfig(**sections.get("cluster", {}))})
     check_cluster_size(made, num_cores=2, num_gpus=num_gpus)
     missing = too_small(made, num_cores=64, num_gpus=num_gpus - 1)
     assert missing == ("GPUs of the cluster", num_gpus - 1)
@@ -83,10 +83,10 @@ def test_gpus_hidden_from_torch_do_not_count(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", (os.devnull,))
     with pytest.raises(InputError) as caught:
-        check_local_size(make_config())
+        check_local_size(cluster_config())
     assert (caught.value.name, caught.value.got) == ("GPUs of the cluster", 2)
     monkeypatch.setattr(cluster, "NVIDIA_DEVICE_FILES", ("/dev/no_driver",))
-    check_local_size(make_config())
+    check_local_size(cluster_config())
 
 
 def test_gpu_cluster_needs_a_cuda_build_of_torch():
@@ -186,7 +186,7 @@ def test_the_reason_for_a_failed_connection_is_raised_where_the_cluster_is_neede
     monkeypatch.setattr(cluster, "_connect", fail)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    with ClusterConnection(make_config()) as connection:
+    with ClusterConnection(cluster_config()) as connection:
         connection.begin()
         for _ in range(2):
             with pytest.raises(InputError) as caught:
@@ -202,7 +202,7 @@ def test_servers_of_ray_that_do_not_come_up_are_an_error_of_the_run(monkeypatch)
     monkeypatch.setattr(cluster, "_connect", fail)
     monkeypatch.setattr(ray, "shutdown", lambda: None)  # other tests use this process's Ray
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    with ClusterConnection(make_config()) as connection:
+    with ClusterConnection(cluster_config()) as connection:
         with pytest.raises(RuntimeError) as caught:
             connection.wait()
     assert "timed out during startup" in str(caught.value), "Ray's message reaches the user"
@@ -217,7 +217,7 @@ def test_the_object_store_is_small_only_where_batches_are(monkeypatch, num_gpus)
     monkeypatch.setattr(ray, "init", lambda **given: settings.update(given))
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": float(num_gpus)})
     monkeypatch.setattr(cluster, "num_local_gpus", lambda: num_gpus)
-    assert cluster._connect(make_config()) is (num_gpus > 0)
+    assert cluster._connect(cluster_config()) is (num_gpus > 0)
     assert settings["num_gpus"] == num_gpus
     assert settings["object_store_memory"] == (None if num_gpus else 512 * 1024**2)
 

@@ -77,7 +77,7 @@ def batch():
     return batch
 
 
-def make_config(train_config, folder, layout, targets=tuple(LoraTarget)):
+def lora_config(train_config, folder, layout, targets=tuple(LoraTarget)):
     config = train_config(folder, **layout)
     config.model.lora = LoraConfig(rank=RANK, alpha=ALPHA, targets=list(targets))
     config.algo.kl_coef = 0.1
@@ -105,7 +105,7 @@ def test_adapters_equal_merged_weights(
     layout, folders, rank_pool, train_config, batch, base_logp, tmp_path
 ):
     model, layout = LAYOUTS[layout]
-    config = make_config(train_config, folders(model), layout)
+    config = lora_config(train_config, folders(model), layout)
     size = config.parallel.world_size
     ranks = rank_pool.run(train_adapters, size, config, batch, tmp_path)
     merged = train_config(tmp_path / "merged")
@@ -148,7 +148,7 @@ def test_exact_log_probs_are_those_of_merged_weights_bit_by_bit(
     layout, folders, rank_pool, train_config, batch, tmp_path
 ):
     model, layout = LAYOUTS[layout]
-    config = make_config(train_config, folders(model), layout)
+    config = lora_config(train_config, folders(model), layout)
     config.model.zero_mismatch = True
     ranks = rank_pool.run(train_adapters, config.parallel.world_size, config, batch, tmp_path)
     merged = train_config(tmp_path / "merged")
@@ -193,7 +193,7 @@ class SavedAdapters:
 def saved(folders, rank_pool, train_config, batch, tmp_path_factory):
     folder, root = folders("qwen3_moe"), tmp_path_factory.mktemp("adapters")
     layout = {"tensor": 2, "expert_tensor": 2, "sequence_parallel": True}
-    config = make_config(train_config, folder, layout)
+    config = lora_config(train_config, folder, layout)
     trained = rank_pool.run(train_adapters, 2, config, batch, root)
     resumed = rank_pool.run(resume_adapters, 2, config, batch, root)
     shapes = lora_shapes(hf_shapes(ModelShape.from_folder(folder)), RANK, list(LoraTarget))
@@ -204,7 +204,7 @@ def saved(folders, rank_pool, train_config, batch, tmp_path_factory):
 def test_a_checkpoint_of_adapters_is_resumed_in_another_layout(
     saved, folders, rank_pool, train_config, batch
 ):
-    config = make_config(train_config, folders("qwen3_moe"), {"pipeline": 2})
+    config = lora_config(train_config, folders("qwen3_moe"), {"pipeline": 2})
     ranks = rank_pool.run(resume_adapters, 2, config, batch, saved.root)
     got = assemble([adapters for adapters, _ in ranks], saved.shapes, atol=0)
     assert all(torch.equal(got[name], saved.values[name]) for name in saved.shapes)
@@ -234,7 +234,7 @@ def test_exported_adapters_are_what_a_new_policy_starts_from(
     assert {name: tuple(tensors[names[name]].shape) for name in names} == saved.shapes
     settings = json.loads((out / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (RANK, ALPHA)
-    config = make_config(train_config, folder, {"tensor": 2, "sequence_parallel": True})
+    config = lora_config(train_config, folder, {"tensor": 2, "sequence_parallel": True})
     config.model.lora.path = str(out)
     found = assemble(rank_pool.run(start_from_peft, 2, config), saved.shapes, atol=0)
     assert all(torch.equal(found[name], saved.values[name]) for name in saved.shapes)
@@ -244,7 +244,7 @@ def test_exported_adapters_are_what_a_new_policy_starts_from(
 
 def test_some_layers_alone_get_adapters(folders, rank_pool, train_config, batch, tmp_path):
     targets = (LoraTarget.q_proj, LoraTarget.v_proj, LoraTarget.up_proj)
-    config = make_config(train_config, folders("llama"), {}, targets)
+    config = lora_config(train_config, folders("llama"), {}, targets)
     (rank,) = rank_pool.run(train_adapters, 1, config, batch, tmp_path)
     assert {name.split(".lora_")[0].rpartition(".")[2] for name, *_ in rank.adapters} == {
         "q_proj",
