@@ -51,8 +51,8 @@ def message_frame(message):
 
 
 FORGED = {
-    "done": [message_frame({"event": "done", "code": 0})],
-    "done as text": [message_frame({"event": "done", "code": "0"})],
+    "done": [message_frame({"event": "done", "id": 1, "code": 0})],
+    "done as text": [message_frame({"event": "done", "id": 1, "code": "0"})],
     "ready and hello": [message_frame({"event": "ready"}), message_frame({"event": "hello"})],
     "no object": [frame(b"[1, 2]"), frame(b'"done"'), frame(b"null")],
     "nested": [frame(b"[" * 4000)],

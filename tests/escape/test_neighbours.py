@@ -222,17 +222,17 @@ async def test_a_neighbour_gets_its_answers_during_an_attack(target, marker, kin
 
 
 FALSE_ENDS = {
-    "below all signals": json_body(event="done", code=-1000),
-    "a signal": json_body(event="done", code=-9),
-    "huge": b'{"event": "done", "code": 1' + b"0" * 100 + b"}",
-    "infinite": b'{"event": "done", "code": 1e999}',
-    "not a number": b'{"event": "done", "code": NaN}',
-    "a flag": json_body(event="done", code=True),
-    "a text": json_body(event="done", code="0"),
-    "a list": json_body(event="done", code=[]),
-    "nothing": json_body(event="done", code=None),
+    "below all signals": json_body(event="done", id=1, code=-1000),
+    "a signal": json_body(event="done", id=1, code=-9),
+    "huge": b'{"event": "done", "id": 1, "code": 1' + b"0" * 100 + b"}",
+    "infinite": b'{"event": "done", "id": 1, "code": 1e999}',
+    "not a number": b'{"event": "done", "id": 1, "code": NaN}',
+    "a flag": json_body(event="done", id=1, code=True),
+    "a text": json_body(event="done", id=1, code="0"),
+    "a list": json_body(event="done", id=1, code=[]),
+    "nothing": json_body(event="done", id=1, code=None),
     "missing": json_body(event="done"),
-    "one more field": json_body(event="done", code=0, more=1),
+    "one more field": json_body(event="done", id=1, code=0, more=1),
     "another kind": json_body(event="hello"),
     "a list as kind": json_body(event=["done"], code=0),
     "deep": b"[" * 200,
@@ -255,7 +255,7 @@ async def test_a_false_end_of_a_call(target, kind):
 @interpreters_only
 async def test_two_ends_of_a_call(target):
     """The second, which comes with the first, is no answer to the next call."""
-    end = json_body(event="done", code=0)
+    end = json_body(event="done", id=1, code=0)
     frame = struct.pack(">I", len(end)) + end
     code = with_values("os.write(channel, frames)\ntime.sleep(600)", frames=frame * 2)
     assert (await target.attack(CHANNEL + code)).status.value in ("ok", "user_error")
@@ -270,7 +270,7 @@ FALSE_REFUSALS = {
     "huge": b'{"event": "refused", "errno": 1' + b"0" * 100 + b"}",
     "negative": json_body(event="refused", errno=-5),
     "missing": json_body(event="refused"),
-    "an end": json_body(event="done", code=0),
+    "an end": json_body(event="done", id=1, code=0),
     "no object": b"[]",
 }
 

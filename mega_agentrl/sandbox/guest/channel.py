@@ -62,6 +62,8 @@ class Channel:
         self._write_buffer = bytearray()
         self._fds: list[int] = []
         self.peer_pid = 0
+        self.expected_pid: int | None = None
+        """The only process whose frames are accepted, if `credentials` is set; None for any."""
 
     def fileno(self) -> int:
         """Return the socket's file descriptor."""
@@ -203,6 +205,8 @@ class Channel:
                 self.peer_pid = _CREDENTIALS.unpack(content)[0]
         if not data:
             raise EOFError("the peer closed the channel")
+        if self.expected_pid not in (None, self.peer_pid):
+            raise ValueError(f"frame of process {self.peer_pid}, expected {self.expected_pid}")
         if len(self._fds) > self._max_fds or flags & socket.MSG_CTRUNC:
             while self._fds:
                 os.close(self._fds.pop())

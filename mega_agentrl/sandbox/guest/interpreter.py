@@ -8,7 +8,7 @@ its messages affect only its own calls.
 
 Orders, on its control channel::
 
-    -> {"order": "run", "code": str}            <- {"event": "done", "code": int}
+    -> {"order": "run", "id": int, "code": str} <- {"event": "done", "id": int, "code": int}
     -> {"order": "fork"} + stdout, stderr and control descriptors of the fork
 
 To fork, the interpreter clones itself into namespaces nested in its own and is never run again (see
@@ -212,10 +212,11 @@ def _reseed_numpy() -> None:
 
 def _serve_one_call(channel: Channel) -> None:
     module, main_pid = new_main_module(), os.getpid()
-    code = run_to_exit(module, channel.receive()["code"])
+    order = channel.receive()
+    code = run_to_exit(module, order["code"])
     if os.getpid() != main_pid:  # a child that the code forked returned here
         os._exit(code)
-    channel.send({"event": "done", "code": code})
+    channel.send({"event": "done", "id": order["id"], "code": code})
     os._exit(code)
 
 
@@ -233,7 +234,7 @@ def _serve_orders(channel: Channel, settings: GuestSettings) -> None:
                 code = _run_and_flush(module, order["code"])
                 if os.getpid() != main_pid:  # a child that the code forked returned here
                     os._exit(code)
-                channel.send({"event": "done", "code": code})
+                channel.send({"event": "done", "id": order["id"], "code": code})
             else:
                 channel = _serve_fork(channel, settings)
                 _set_open_file_limit(max_open_files)

@@ -167,7 +167,12 @@ GUEST_EVENTS = MessageTable(
 """From the guest program and its supervisors to the host."""
 
 INTERPRETER_ORDERS = MessageTable(
-    "order", {"run": {"kind": _RUN_KIND, "code": _CODE}, "fork": {}, "go": {"folder": Text(4096)}}
+    "order",
+    {
+        "run": {"id": _CALL_ID, "kind": _RUN_KIND, "code": _CODE},
+        "fork": {},
+        "go": {"folder": Text(4096)},
+    },
 )
 """From a supervisor to an interpreter."""
 
@@ -176,14 +181,19 @@ INTERPRETER_EVENTS = MessageTable(
     {
         "ready": {},
         "hello": {},
-        "done": {"code": Integer(0, 255)},
+        "done": {"id": _CALL_ID, "code": Integer(0, 255)},
         "refused": {"errno": Integer(1, 4095)},
     },
 )
 """From an interpreter, which the policy's code may have taken over, to its supervisor."""
 
 WORKSPACE_ORDERS = MessageTable(
-    "order", {"run": {"kind": _RUN_KIND, "code": _CODE}, "interrupt": {}, "save": {}}
+    "order",
+    {
+        "run": {"id": _CALL_ID, "kind": _RUN_KIND, "code": _CODE},
+        "interrupt": {},
+        "save": {},
+    },
 )
 """From a supervisor to the first process of a workspace (`workspace.process`)."""
 
@@ -191,7 +201,7 @@ WORKSPACE_EVENTS = MessageTable(
     "event",
     {
         "ready": {},
-        "done": {"code": Integer(0, 255)},
+        "done": {"id": _CALL_ID, "code": Integer(0, 255)},
         "interrupted": {},
         "saved": {
             "state": Text(MAX_TEXT_CHARS, encodable=False),

@@ -302,7 +302,7 @@ class Supervisor:
         call = RunningCall(client, interpreter, order, self._settings)
         with contextlib.suppress(OSError):  # its pidfd will report its end
             interpreter.control.send_nowait(
-                {"order": "run", "kind": order["kind"], "code": order["code"]}
+                {name: order[name] for name in ("order", "id", "kind", "code")}
             )
         client.call = call
         self._calls.add(call)
@@ -369,8 +369,9 @@ class Supervisor:
             return
         if not events:
             return
-        is_valid = len(events) == 1 and events[0]["event"] == "done"
-        self._finish_call(call, "exit", code=events[0]["code"] if is_valid else None)
+        event = events[0]
+        is_valid = len(events) == 1 and event["event"] == "done" and event["id"] == call.call_id
+        self._finish_call(call, "exit", code=event["code"] if is_valid else None)
 
     def _check_limits(self, call: RunningCall) -> None:
         if time.monotonic() >= call.deadline:

@@ -194,6 +194,10 @@ def test_the_kernel_says_who_sent():
     channel.receive(timeout_s=60)
     assert channel.peer_pid == os.getpid()
     assert len(channel.take_fds(1)) == 1
+    channel.expected_pid = child.pid  # which has sent the frame before this one
+    Channel(raw).send({})
+    with pytest.raises(ValueError, match=str(os.getpid())):
+        channel.receive(timeout_s=60)
     raw.close()
     channel.close()
 

@@ -95,6 +95,12 @@ async def test_the_end_of_a_call_cannot_be_made_up(session):
     assert await output_of(session, "unset -f echo declare builtin cd; cd src; pwd")
 
 
+async def test_no_signal_ends_process_1(session):
+    numbers = [int(n) for n in signal.valid_signals() if n not in (signal.SIGKILL, signal.SIGSTOP)]
+    await output_of(session, f"x=1; for n in {' '.join(map(str, numbers))}; do kill -$n 1; done")
+    assert await output_of(session, "kill -KILL 1; kill -STOP 1; echo $x") == "1"
+
+
 LOOK = (
     "for p in $(ls -a . src src/deep moved moved/deep 2>/dev/null); do echo $p; done; "
     "cat a.txt src/c.txt"

@@ -88,10 +88,11 @@ class WorkspaceManager(InterpreterManager):
     def end_call(self, interpreter: InterpreterProcess, *, is_done: bool) -> bool:
         """End all processes of a call that has hit a limit; return whether the workspace is alive.
 
-        After a call that is done, the processes in the background run on.
+        After a call that is done, the processes in the background run on, but a workspace that has
+        sent more than one event is not trusted any further.
         """
         if is_done:
-            return True
+            return not interpreter.control.has_unread()
         try:
             interpreter.control.send({"order": "interrupt"}, timeout_s=_REPLY_TIMEOUT_S)
             deadline = time.monotonic() + _REPLY_TIMEOUT_S
@@ -123,6 +124,7 @@ class WorkspaceManager(InterpreterManager):
                 outputs = (pipes.stdout_pipe[1], pipes.stderr_pipe[1])
                 run_workspace(pipes.peer_socket, outputs, self._settings, self._workspace, source)
             process = WorkspaceProcess(pid, *pipes.detach(), "")
+        process.control.expected_pid = pid
         try:
             receive_event(process.control, "ready", _SETUP_TIMEOUT_S)
             (process.layers_fd,) = process.control.take_fds(1)

@@ -2,14 +2,16 @@
 
 It is process 1 of the workspace's PID namespace, has no capabilities and is filtered like an
 interpreter, but runs no code of the policy, and no process of the workspace can read or trace it.
+A child that the policy's processes can change (`/proc/PID/mem`) has no descriptor of its channel.
 So the policy's code cannot make up its messages. It waits for the bash of each call, keeps the
 state between calls (`shell`) and collects the processes that have lost their parent.
 
 Orders, on its control channel::
 
-    -> {"order": "run", "kind": str, "code": str}    <- {"event": "done", "code": int}
-    -> {"order": "interrupt"}                        <- {"event": "interrupted"}
-    -> {"order": "save"}                             <- {"event": "saved", ...}     for a fork
+    -> {"order": "run", "id": int, "kind": str, "code": str}
+                                    <- {"event": "done", "id": int, "code": int}
+    -> {"order": "interrupt"}       <- {"event": "interrupted"}
+    -> {"order": "save"}            <- {"event": "saved", ...}     for a fork
 
 Kinds of a run: "default" is a command for the shell; "clean" is one too, but first ends all other
 processes and starts from the state of a new shell, which it does not change: so that a command that
@@ -127,6 +129,7 @@ class WorkspaceServer:
                 f"[{source.num_background} background processes were not carried over to this "
                 "copy of the workspace.]\n"
             )
+        self._call_id = 0
         self._call_pid = 0
         self._new_state_fd = -1
         self._keeps_state = False
@@ -136,6 +139,8 @@ class WorkspaceServer:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # Process 1 is spared by signals for which it has no handler; Python has one for this.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         poller = select.poll()
         poller.register(wake_r, select.POLLIN)
         poller.register(self._channel, select.POLLIN)
@@ -149,7 +154,7 @@ class WorkspaceServer:
 
     def _handle(self, order: dict[str, Any]) -> None:
         if order["order"] == "run":
-            self._start_call(order["kind"], order["code"])
+            self._start_call(order["id"], order["kind"], order["code"])
         elif order["order"] == "interrupt":
             self._end_processes()
             self._channel.send({"event": "interrupted"})
@@ -157,7 +162,7 @@ class WorkspaceServer:
             event = {"state": self._state.text, "num_background": len(_other_pids())}
             self._channel.send({"event": "saved"} | event)
 
-    def _start_call(self, kind: str, code: str) -> None:
+    def _start_call(self, call_id: int, kind: str, code: str) -> None:
         if kind == "clean":
             self._end_processes()
         os.write(1, self._note.encode())
@@ -174,7 +179,7 @@ class WorkspaceServer:
         if pid == 0:
             _run_call(kind, code, state_fd, new_state_fd)
         os.close(state_fd)
-        self._call_pid, self._new_state_fd = pid, new_state_fd
+        self._call_id, self._call_pid, self._new_state_fd = call_id, pid, new_state_fd
 
     def _collect_children(self) -> None:
         """Collect all children that have ended; report the call if its process is one."""
@@ -193,7 +198,8 @@ class WorkspaceServer:
         if self._keeps_state:
             self._state.read_from_memory(self._new_state_fd)
         self._forget_call()
-        self._channel.send({"event": "done", "code": code if code >= 0 else 128 - code})
+        exit_code = code if code >= 0 else 128 - code
+        self._channel.send({"event": "done", "id": self._call_id, "code": exit_code})
 
     def _forget_call(self) -> None:
         if self._call_pid:
@@ -223,7 +229,8 @@ def _run_call(kind: str, code: str, state_fd: int, new_state_fd: int) -> NoRetur
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last
             signal.signal(number, signal.SIG_DFL)
-        syscalls.set_dumpable(True)
+        _close_descriptors_but(0, 1, 2, state_fd, new_state_fd)
+        syscalls.set_dumpable(True)  # from here on other processes can read and change this one
         become_oom_victim()
         if kind == "edit":
             status = _run_edit_call(code)
@@ -233,6 +240,13 @@ def _run_call(kind: str, code: str, state_fd: int, new_state_fd: int) -> NoRetur
         _print(f"{type(error).__name__}: {error}")
     finally:
         os._exit(status)
+
+
+def _close_descriptors_but(*kept: int) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with contextlib.suppress(OSError):  # that of the listing is closed already
+                os.close(int(name))
 
 
 def _run_edit_call(request_json: str) -> int:
