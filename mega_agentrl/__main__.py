@@ -18,9 +18,16 @@ def main() -> None:
         from mega_agentrl import cli
 
         cli.main()
-    except RunInterrupted as stop:
-        print(f"mega_agentrl: interrupted ({stop}) before anything was started", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        PROCESS_SIGNAL_HANDLER.end_process_at_next_signal()
+        is_first = isinstance(stop, RunInterrupted)
+        where = f"({stop}) before anything was started" if is_first else "by a second signal"
+        print(f"mega_agentrl: interrupted {where}", file=sys.stderr)
         sys.exit(PROCESS_SIGNAL_HANDLER.exit_code)
+    except SystemExit:
+        if PROCESS_SIGNAL_HANDLER.received_signal is not None:
+            PROCESS_SIGNAL_HANDLER.end_process_at_next_signal()
+        raise
 
 
 if __name__ == "__main__":

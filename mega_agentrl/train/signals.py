@@ -74,6 +74,7 @@ class SignalHandler:
         self._num_deferrals = 0
         self._has_save_timeout = False
         self._is_handled = False
+        self._ends_process = False
         self._task: asyncio.Task[Any] | None = None
         self._save_timer: threading.Timer | None = None
         self._earlier_hook = sys.unraisablehook
@@ -101,6 +102,8 @@ class SignalHandler:
             KeyboardInterrupt: It is the second INT or TERM.
         """
         del frame
+        if self._ends_process:
+            os._exit(EXIT_CODES[self.received_signal or number])
         if self.received_signal is not None:
             # Slurm may repeat USR1 during the save.
             if number != signal.SIGUSR1:
@@ -116,6 +119,14 @@ class SignalHandler:
             task.get_loop().call_soon_threadsafe(task.cancel)
             return
         raise RunInterrupted(number)
+
+    def end_process_at_next_signal(self) -> None:
+        """Let a further signal end the process at once, without an exception.
+
+        For the end of an interrupted process, whose message is printed: an exception in a finalizer
+        or at exit would print a traceback and end nothing.
+        """
+        self._ends_process = True
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         """Deliver a signal again that Python handled in a finalizer, where exceptions are lost.
@@ -247,8 +258,8 @@ def _end_after_signal(
 ) -> None:
     """Wait for the number of a signal; end the process unless `has_ended` is set in time.
 
-    The receiver stays open until then, because Python writes each further signal to its peer, and
-    prints a traceback if that fails.
+    The receiver stays open to the end of the process, because Python writes each further signal to
+    its peer, and prints a traceback if that fails.
     """
     with receiver:
         number = 0
@@ -258,13 +269,13 @@ def _end_after_signal(
             number = received[0]
         if has_ended.wait(timeout_s):
             return
-    print(
-        f"mega_agentrl: interrupted ({signal.Signals(number).name}) while the run was "
-        f"starting, and ended {timeout_s:g} s later, because a library was still waiting",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(EXIT_CODES[number])
+        print(
+            f"mega_agentrl: interrupted ({signal.Signals(number).name}) while the run was "
+            f"starting, and ended {timeout_s:g} s later, because a library was still waiting",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(EXIT_CODES[number])
 
 
 PROCESS_SIGNAL_HANDLER = SignalHandler()

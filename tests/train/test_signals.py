@@ -262,6 +262,94 @@ def test_a_second_signal_while_a_run_starts_is_taken_too():
     assert "BrokenPipe" not in stderr
 
 
+SIGNAL_WHILE_IT_ENDS = """
+import os, signal, sys, threading, time
+from mega_agentrl.train.signals import SignalHandler
+handler = SignalHandler()
+handler.install()
+passes = 0
+
+class Stderr:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        start = passes
+        while passes < start + 5:  # the main thread has handled the signal
+            time.sleep(0.001)
+        os.write(2, text.encode())
+
+    def flush(self):
+        pass
+
+with handler.limit_start(timeout_s=0.05):
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    except BaseException:
+        sys.stderr = Stderr()
+        while True:
+            time.sleep(0.001)
+            passes += 1
+"""
+
+
+def test_a_signal_in_the_last_moment_of_a_start_prints_no_traceback():
+    child = subprocess.Popen(
+        [sys.executable, "-c", SIGNAL_WHILE_IT_ENDS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == EXIT_CODES[signal.SIGTERM]
+    assert "SIGTERM" in stderr and "BrokenPipe" not in stderr and "Traceback" not in stderr
+
+
+SECOND_SIGNAL = """
+import atexit, sys, time, types
+import mega_agentrl
+from mega_agentrl import __main__ as entry
+
+def close():
+    print("closing", flush=True)
+    time.sleep(600)
+
+def main():
+    try:
+        print("ready", flush=True)
+        time.sleep(600)
+    finally:
+        {first}
+
+mega_agentrl.cli = sys.modules["mega_agentrl.cli"] = types.SimpleNamespace(main=main)
+entry.main()
+"""
+CLOSES = {"while_the_run_closes": "close()", "at_exit": "atexit.register(close)"}
+
+
+@pytest.mark.parametrize("place", CLOSES)
+def test_a_second_signal_ends_the_process_in_one_line(place):
+    child = subprocess.Popen(
+        [sys.executable, "-c", SECOND_SIGNAL.format(first=CLOSES[place])],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for line in ("ready", "closing"):
+            assert child.stdout.readline() == f"{line}\n"
+            child.send_signal(signal.SIGTERM)
+        _, stderr = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == EXIT_CODES[signal.SIGTERM]
+    assert stderr.startswith("mega_agentrl: interrupted") and stderr.count("\n") == 1
+
+
 def test_after_the_start_a_signal_has_no_limit():
     signal_handler = SignalHandler()
     num_threads = threading.active_count()
