@@ -1,8 +1,8 @@
 """Reads RL datasets from files or a user's dataset class into `Prompt` records.
 
 Columns: `data.prompt_key` (`prompt`: chat messages, or a text that becomes one user message),
-`data.reward_fn_key` (`data_source`), `reward_model` (a struct whose `ground_truth` is a string or a
-list of strings), and optionally `extra_info` (a struct with `index`, `tools_kwargs`,
+`data.reward_fn_key` (`data_source`), `reward_model` (a struct with `ground_truth`, any JSON value:
+see `types.ground_truth`), and optionally `extra_info` (a struct with `index`, `tools_kwargs`,
 `need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` select the prompt's tools;
 without any it gets all tools, with a warning if `need_tools_kwargs` is set. `tools` (a JSON list of
 function schemas) replaces the schemas of the run's tools in the chat template. The prompt id is
@@ -12,6 +12,7 @@ function schemas) replaces the schemas of the run's tools in the chat template. 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from mega_agentrl.config.sections.data import DataFile
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from mega_agentrl.data.prompt_template import PromptTemplate
 from mega_agentrl.data.remote_files import fetch_to_cache
-from mega_agentrl.data.table_reader import check_columns, drop_nulls, read_rows
+from mega_agentrl.data.table_reader import check_columns, drop_nulls, plain_value, read_rows
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message, Prompt
@@ -250,7 +251,7 @@ def _parse_prompt(
     template: PromptTemplate | None,
     images: PromptImageReader | None,
 ) -> Prompt:
-    cell, where = row.values[config.prompt_key], row.location
+    cell, where = plain_value(row.values[config.prompt_key]), row.location
     if isinstance(cell, str):
         if not cell.strip():
             raise InputError(
@@ -272,7 +273,9 @@ def _parse_prompt(
     source = row.values[config.reward_fn_key]
     if not isinstance(source, str):
         raise InputError(f"{where}, column {config.reward_fn_key}", source, "a string")
-    extra = drop_nulls(_parse_struct(row.values.get("extra_info"), f"{where}, column extra_info"))
+    extra = drop_nulls(
+        _parse_struct(plain_value(row.values.get("extra_info")), f"{where}, column extra_info")
+    )
     tools_kwargs = _parse_struct(extra.pop("tools_kwargs", None), f"{where}, tools_kwargs")
     for name, kwargs in tools_kwargs.items():
         _parse_struct(kwargs, f"{where}, tools_kwargs of {name}")
@@ -286,7 +289,9 @@ def _parse_prompt(
         prompt_id=f"{source}/{extra.get('index', row.row_index)}",
         data_source=source,
         messages=messages,
-        ground_truth=_parse_ground_truth(row.values["reward_model"], where),
+        ground_truth=_parse_ground_truth(
+            row.values["reward_model"], f"{where}, column reward_model"
+        ),
         token_ids=(),
         tools_kwargs=tools_kwargs,
         extra_info=extra,
@@ -417,14 +422,14 @@ def _parse_struct(cell: Any, where: str) -> dict[str, Any]:
     return cell or {}
 
 
-def _parse_ground_truth(cell: Any, where: str) -> str | tuple[str, ...]:
-    truth = cell.get("ground_truth") if isinstance(cell, dict) else None
-    if isinstance(truth, str):
-        return truth
-    if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
-        return tuple(truth)
-    expected = "a struct whose ground_truth is a string or a non-empty list of strings"
-    raise InputError(f"{where}, column reward_model", cell, expected)
+def _parse_ground_truth(cell: Any, where: str) -> Any:
+    """Return `ground_truth` of a struct, a JSON value; None if there is none."""
+    truth = plain_value(_parse_struct(cell, where).get("ground_truth"))
+    try:
+        json.dumps(truth, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{where}, ground_truth", truth, "a JSON value", str(error)) from error
+    return truth
 
 
 def truncate_tokens(

@@ -10,8 +10,11 @@ import gzip
 import os.path
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import MAX_DEPTH, parse_json, reading
@@ -153,4 +156,21 @@ def drop_nulls(value: Any) -> Any:
         return {name: drop_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
         return [drop_nulls(item) for item in value]
+    return value
+
+
+def plain_value(value: Any) -> Any:
+    """Return a cell with lists and numbers of Python, at any depth.
+
+    Arrays and scalars of numpy, as pandas has them, and tuples occur in the rows of a user's
+    dataset, decimal numbers in parquet files. Other values stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {name: plain_value(item) for name, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()  # a number for a scalar
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
     return value

@@ -54,8 +54,11 @@ class StopReason(StrEnum):
     """The simulated user reached its number of messages."""
     tool_failure = "tool_failure"
     """A tool or the simulated user failed."""
+    policy_error = "policy_error"
+    """The agent of `rollout.agent` raised an error that the policy causes
+    (`rollout.agent.policy_errors`)."""
     agent_failure = "agent_failure"
-    """The agent of `rollout.agent` raised or returned no reward."""
+    """The agent of `rollout.agent` raised another error or returned no reward."""
     aborted = "aborted"
     """The engine aborted the request."""
 
@@ -117,8 +120,9 @@ class Prompt:
     data_source: str
     """Name of the data source; selects the reward."""
     messages: tuple[Message, ...]
-    ground_truth: str | tuple[str, ...]
-    """Reference answer or answers."""
+    ground_truth: Any
+    """The row's `reward_model.ground_truth`: any JSON value, None if the row has none. Parts that
+    compare texts read it through `ground_truth.accepted_answers`."""
     token_ids: tuple[int, ...]
     """[P] ids of the rendered chat template, generation prompt included."""
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -63,8 +65,60 @@ def test_a_row_becomes_a_prompt(tmp_path):
     assert prompt.token_ids == (3, 3)
     assert prompt.tools_kwargs == {"python": {"create_kwargs": {"k": 1}}}
     assert prompt.extra_info == {"index": 5}
-    several = row(reward_model={"ground_truth": ["a", "b"]})
-    assert load(tmp_path, [several]).prompts[0].ground_truth == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        pytest.param("34", id="text"),
+        pytest.param(34, id="integer"),
+        pytest.param(2.5, id="fraction"),
+        pytest.param(["a", "b"], id="list"),
+        pytest.param({"target": ["Paris", "City of Paris"]}, id="search_r1"),
+        pytest.param({"tests": ["assert f(1) == 2"], "entry": None}, id="object_of_ones_own"),
+        pytest.param(None, id="null"),
+    ],
+)
+def test_a_prompt_has_the_ground_truth_of_its_row_as_it_is(tmp_path, truth):
+    cell = {"style": "rule", "ground_truth": truth}
+    assert load(tmp_path, [row(reward_model=cell)]).prompts[0].ground_truth == truth
+
+
+def test_a_row_without_a_ground_truth_has_none(tmp_path):
+    for cell in (None, {"style": "model"}):
+        assert load(tmp_path, [row(reward_model=cell)]).prompts[0].ground_truth is None
+
+
+def test_a_mixed_list_of_a_jsonl_file_keeps_its_types(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", [row(reward_model={"ground_truth": ["1", 2]})])
+    (prompt,) = load_files([DataFile(str(lines))]).prompts
+    assert prompt.ground_truth == ["1", 2]
+
+
+def test_arrays_and_decimals_of_a_table_become_lists_and_numbers(tmp_path, monkeypatch):
+    values = plain(
+        "a",
+        reward_model={"ground_truth": np.array(["x", np.int64(3)], dtype=object)},
+        prompt=np.array([{"role": "user", "content": "a"}], dtype=object),
+        extra_info={"scores": np.array([1.5, 2.5]), "price": Decimal("2.50"), "index": np.int64(4)},
+    )
+
+    class PandasRows(Rows):
+        def __getitem__(self, index):
+            return values
+
+    monkeypatch.setattr("mega_agentrl.data.rl_dataset.load_dataset_class", lambda name: PandasRows)
+    (tmp_path / "words").write_text("aa")
+    (prompt,) = load_files([DataFile(str(tmp_path / "words"))], dataset_class="my:Rows").prompts
+    assert prompt.prompt_id == "s/4"
+    assert prompt.ground_truth == ["x", 3]
+    assert prompt.extra_info == {"scores": [1.5, 2.5], "price": 2.5, "index": 4}
+
+
+def test_a_ground_truth_that_is_no_json_value_is_refused(tmp_path):
+    with pytest.raises(InputError) as caught:
+        load(tmp_path, [row(reward_model={"ground_truth": float("nan")})])
+    assert caught.value.name.endswith("row 1, column reward_model, ground_truth")
 
 
 def test_a_row_has_its_own_tools_although_parquet_merges_the_structs(tmp_path):
@@ -152,8 +206,7 @@ def test_two_rows_with_one_id_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"reward_model": {"style": "rule"}}, id="no_truth"),
-        pytest.param({"reward_model": {"ground_truth": 4}}, id="truth_of_another_type"),
+        pytest.param({"reward_model": "34"}, id="truth_without_a_struct"),
         pytest.param({"prompt": ""}, id="empty_text"),
         pytest.param({"prompt": " \n"}, id="blank_text"),
         pytest.param({"prompt": []}, id="no_message"),
@@ -187,9 +240,9 @@ def write_lines(path, rows):
 
 
 def plain(text, **changes):
-    made = row(text, **changes)
+    made = row(text)
     del made["extra_info"]
-    return made
+    return made | changes
 
 
 def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.errors import InputError
 from mega_agentrl.report.tree_viewer.thumbnails import TreeThumbnails
+from mega_agentrl.types.ground_truth import ground_truth_text
 from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import Role
 from mega_agentrl.vision.placeholders import content_text
@@ -200,13 +201,12 @@ class TokenTexts:
 
 
 def _prompt_json(prompt: Prompt, thumbnails: TreeThumbnails) -> dict[str, Any]:
-    truth = prompt.ground_truth
     images = iter(thumbnails.add(placed.image for placed in prompt.images))
     return {
         "id": prompt.prompt_id,
         "source": prompt.data_source,
         "question": [_message_json(message, images) for message in prompt.messages],
-        "truth": truth if isinstance(truth, str) else " | ".join(truth),
+        "truth": ground_truth_text(prompt.ground_truth),
         "promptTokens": len(prompt.token_ids),
     }
 

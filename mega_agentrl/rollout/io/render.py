@@ -31,6 +31,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.io.nodes import format_path
+from mega_agentrl.types.ground_truth import ground_truth_text
 from mega_agentrl.types.records import Role
 from mega_agentrl.vision.placeholders import content_text
 
@@ -82,10 +83,9 @@ def render_tree(tree: RolloutTree) -> str:
 def _question_lines(prompt: Prompt) -> list[str]:
     """Render the question and the ground truth."""
     question = content_text(prompt.messages[-1]["content"]) if prompt.messages else ""
-    truth = prompt.ground_truth
     return [
         f"question {prompt.prompt_id}: {question}".translate(_CONTROL_CHAR_ESCAPES),
-        f"  {'truth':<6}  {truth if isinstance(truth, str) else ' | '.join(truth)}".translate(
+        f"  {'truth':<6}  {ground_truth_text(prompt.ground_truth)}".translate(
             _CONTROL_CHAR_ESCAPES
         ),
     ]
