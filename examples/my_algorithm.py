@@ -8,10 +8,11 @@ from mega_agentrl.train.estimators.registry import AdvantageInputs, AdvantageRes
 
 def advantage(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
     """Return the [B, T] reward minus the group's median, scaled up where the entropy is high."""
-    batch = inputs.batch
-    centered_B = torch.zeros_like(batch.reward_B)
-    for group in batch.group_B.unique():
-        rows = batch.group_B == group
-        centered_B[rows] = batch.reward_B[rows] - batch.reward_B[rows].quantile(0.5)
-    assert batch.entropy_BT is not None
-    return AdvantageResult(centered_B[:, None] * (1 + batch.entropy_BT.clamp(max=1.0)))
+    reward_A, group_A = inputs.reward_A, inputs.group_A
+    centered_A = torch.zeros_like(reward_A)
+    for group in group_A.unique():
+        members = group_A == group
+        centered_A[members] = reward_A[members] - reward_A[members].quantile(0.5)
+    centered_B = centered_A[inputs.rows.trajectory_B]
+    assert inputs.batch.entropy_BT is not None
+    return AdvantageResult(centered_B[:, None] * (1 + inputs.batch.entropy_BT.clamp(max=1.0)))

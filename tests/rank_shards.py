@@ -24,6 +24,9 @@ from mega_agentrl.batch.packed_rows import (
 )
 from mega_agentrl.batch.row_sharding import RowSharder
 
+MAX_RESPONSE_TOKENS = 16
+"""The longest possible response, with `seq_sum_norm`."""
+
 
 def pack_rows(batch, rows, select_BT, device, **cut):
     """Pack rows of a batch, of whose response tokens `select_BT` are evaluated."""
@@ -39,8 +42,14 @@ def targets_of(batch, names=(), kl_weight_BT=None):
 
 def policy_objective(algo, batch, kl_weight_BT=None):
     """Return the objective of a step on all rows."""
-    denominator = loss_denominator(batch.mask_BT, str(algo.loss_aggregation)).item()
-    return PolicyObjective(algo, targets_of(batch, POLICY_TARGETS, kl_weight_BT), denominator)
+    denominator = loss_denominator(
+        batch.mask_BT,
+        str(algo.loss_aggregation),
+        max_response_tokens=MAX_RESPONSE_TOKENS,
+        trajectory_B=batch.trajectory_B,
+    )
+    targets = targets_of(batch, POLICY_TARGETS, kl_weight_BT)
+    return PolicyObjective(algo, targets, denominator.item())
 
 
 def sft_objective(batch):

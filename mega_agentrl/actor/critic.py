@@ -74,7 +74,13 @@ class ValueObjective:
         loss_RT, info = clipped_value_loss(
             value_RT, pad("value"), return_RT, predicted_RT, clip=self.clip_range
         )
-        loss = aggregate(loss_RT, pad("mask"), self.aggregation, denominator=self.denominator)
+        loss = aggregate(
+            loss_RT,
+            pad("mask"),
+            self.aggregation,
+            denominator=self.denominator,
+            num_tokens_B=self.targets.num_tokens(micro.rows, value_RT.device),
+        )
         num_tokens = predicted_RT.sum().float()
         return loss, {
             "loss": loss.detach(),

@@ -7,7 +7,9 @@ clamped to [-10, 10], so that a single token cannot dominate the batch.
 The penalty is added to the loss or subtracted from the reward (`apply_kl_penalty`). Its coefficient
 is constant or adapts to the measured KL (Ziegler et al., arXiv 1909.08593):
 
-    coef *= 1 + clip(observed / target - 1, -0.2, 0.2) * num_steps / horizon
+    coef *= 1 + clip(observed / target - 1, -0.2, 0.2) * num_samples / horizon
+
+where a sample is one trajectory of the update.
 
 B trajectories, T response positions. The caller averages.
 """
@@ -75,7 +77,7 @@ class AdaptiveKL:
     target: float
     """Target KL in nats per token."""
     horizon: float
-    """Optimizer steps in which a KL that is off by 20 % or more changes the coefficient by 20 %."""
+    """Samples in which a KL that is off by 20 % or more changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:
         if self.coef < 0:
@@ -85,14 +87,14 @@ class AdaptiveKL:
                 raise InputError(name, value, "above 0")
 
 
-def update(state: AdaptiveKL, observed_kl: float, num_steps: int) -> AdaptiveKL:
-    """Return the state after some optimizer steps.
+def update(state: AdaptiveKL, observed_kl: float, num_samples: int) -> AdaptiveKL:
+    """Return the state after an update of the policy.
 
     Args:
-        state: state before these steps.
-        observed_kl: mean KL over the steps, nats per token.
-        num_steps: number of optimizer steps.
+        state: state before the update.
+        observed_kl: mean KL over its samples, nats per token.
+        num_samples: number of trajectories that were trained on.
     """
     error = observed_kl / state.target - 1
     clipped_error = min(max(error, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
-    return replace(state, coef=state.coef * (1 + clipped_error * num_steps / state.horizon))
+    return replace(state, coef=state.coef * (1 + clipped_error * num_samples / state.horizon))

@@ -4,8 +4,9 @@ With r = exp(logp - old_logp), advantage A and clip range [1 - low, 1 + high]:
 
     clipped: max(-A r, -A clip(r))              (PPO, arXiv 1707.06347)
              min(-A c, the above)               for A < 0 with a dual clip c > 1 (arXiv 1912.09729)
-    gspo:    clipped, with one ratio per trajectory, exp(mean log-ratio) (arXiv 2507.18071)
-    atpo:    clipped, with one ratio per turn, exp(mean log-ratio of the turn) (arXiv 2601.04767)
+    gspo:    clipped, with the ratio s r / sg(r), s = sg(exp(mean log-ratio of the trajectory))
+             (GSPO-token, arXiv 2507.18071)
+    atpo:    the same with the mean of the token's turn (arXiv 2601.04767)
     cispo:   -sg(clip(r)) A logp                (arXiv 2506.13585)
     future_kl: clipped, with A (1 + w sg(f)) in place of A, where f is the discounted product of
              this ratio and those after it      (arXiv 2603.19835, 2606.12384)
@@ -17,7 +18,10 @@ aggregation.
 
 B trajectories, T response positions. Losses are float32, or float64 if the log-probs are float64.
 They do not depend on how a batch is split: with the global `denominator` of `aggregate` the values
-of the shards add up. `gspo` needs whole trajectories and `atpo` whole turns, because their ratios
+of the shards add up. The ratio of `gspo` and `atpo` has the value of the trajectory or turn, and
+its gradient reaches the token alone, so that a weight of one token (`correction`) changes no other
+token's gradient; where all weights are equal, the sum over the tokens has the same gradient as with
+s itself. `gspo` needs whole trajectories and `atpo` whole turns, because their ratios
 are means over a trajectory or turn; `future_kl` needs whole rows, because its factor depends on the
 tokens to the right. In the formulas sg(x) is x without gradient.
 
@@ -45,6 +49,8 @@ from mega_agentrl.algo.shape_checks import check_same_rows, check_same_shape
 from mega_agentrl.errors import InputError
 
 AGGREGATION_MODES = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_sum_norm")
+MEAN_LOG_RATIO_BOUND = 10.0
+"""Largest mean log-ratio of a trajectory or turn, in nats; above it there is no gradient."""
 
 
 def clipped(
@@ -98,9 +104,8 @@ def gspo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and metrics like `clipped`, with one ratio for all tokens of a trajectory.
 
-    Every unmasked token carries its trajectory's loss, and its gradient goes through the mean to
-    all tokens, so `seq_mean_token_mean` gives the paper's objective. Rows must be whole
-    trajectories: the mean over a part is another ratio.
+    `seq_mean_token_mean` gives the paper's objective. Rows must be whole trajectories: the mean
+    over a part is another ratio.
 
     Args:
         logp_BT: [B, T] current log-probs, nats.
@@ -118,16 +123,10 @@ def gspo(
     check_same_rows(advantage_B, mask_BT)
     mask_BT = mask_BT.bool()
     log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, mask_BT)
-    mean_B = masked_mean(log_ratio_BT, mask_BT, dim=1)
-    ratio_B1 = bounded_exp(mean_B).unsqueeze(1)
+    mean_B1 = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
     advantage_BT = advantage_B.unsqueeze(1).expand_as(mask_BT)
     advantage_BT = zero_masked(advantage_BT.to(log_ratio_BT.dtype), mask_BT)
-    clipped_ratio_B1 = _clipped_ratio(ratio_B1, clip_low, clip_high, balanced=False)
-    loss_BT, is_clipped_BT, _ = _surrogate(ratio_B1, clipped_ratio_B1, advantage_BT, None)
-    return loss_BT, {
-        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
-        "approx_kl": masked_mean(-log_ratio_BT.detach(), mask_BT),
-    }
+    return _clipped_mean_ratio(mean_B1, log_ratio_BT, advantage_BT, mask_BT, clip_low, clip_high)
 
 
 def atpo(
@@ -141,11 +140,9 @@ def atpo(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return loss and metrics like `clipped`, with one ratio for all tokens of a turn.
 
-    A turn is a run of unmasked tokens. As in the code that was released with the paper, the ratio
-    of a token is sg(s) r / sg(r), where s = exp(mean log-ratio of the turn): its value is that of
-    the turn, and its gradient reaches this token alone (GSPO-token, arXiv 2507.18071), so that the
-    advantages of a turn's tokens may differ. If they are equal, the sum over the turn has the same
-    gradient as with s itself.
+    A turn is a run of unmasked tokens. As in the code that was released with the paper, the
+    gradient of a ratio reaches its token alone, so that the advantages of a turn's tokens may
+    differ.
 
     Args:
         logp_BT: [B, T] current log-probs, nats.
@@ -159,14 +156,8 @@ def atpo(
         The loss, [B, T], and `clipfrac` (fraction of tokens in clipped turns) and `approx_kl`.
     """
     mask_BT, log_ratio_BT, advantage_BT = _masked_terms(logp_BT, old_logp_BT, advantage_BT, mask_BT)
-    constant_BT = log_ratio_BT.detach()
-    ratio_BT = bounded_exp(_turn_means(constant_BT, mask_BT)) * (log_ratio_BT - constant_BT).exp()
-    clipped_ratio_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
-    loss_BT, is_clipped_BT, _ = _surrogate(ratio_BT, clipped_ratio_BT, advantage_BT, None)
-    return loss_BT, {
-        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
-        "approx_kl": masked_mean(-constant_BT, mask_BT),
-    }
+    mean_BT = _turn_means(log_ratio_BT.detach(), mask_BT)
+    return _clipped_mean_ratio(mean_BT, log_ratio_BT, advantage_BT, mask_BT, clip_low, clip_high)
 
 
 def cispo(
@@ -285,8 +276,9 @@ class LossPreset:
         mask_BT: torch.Tensor,
         *,
         denominator: float | torch.Tensor | None = None,
+        max_response_tokens: int | None = None,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the 0-d aggregated loss and the metrics of `clipped`."""
+        """Return the 0-d loss, aggregated as by `aggregate`, and the metrics of `clipped`."""
         loss_BT, info = clipped(
             logp_BT,
             old_logp_BT,
@@ -295,7 +287,14 @@ class LossPreset:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        return aggregate(loss_BT, mask_BT, self.aggregation, denominator=denominator), info
+        loss = aggregate(
+            loss_BT,
+            mask_BT,
+            self.aggregation,
+            denominator=denominator,
+            max_response_tokens=max_response_tokens,
+        )
+        return loss, info
 
 
 dr_grpo = LossPreset(clip_low=0.2, clip_high=0.2, aggregation="seq_sum_norm", norm_by_std=False)
@@ -310,6 +309,8 @@ def aggregate(
     mode: str,
     *,
     denominator: float | torch.Tensor | None = None,
+    max_response_tokens: int | None = None,
+    num_tokens_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the per-token losses as one 0-d number, in the precision of the losses.
 
@@ -318,39 +319,60 @@ def aggregate(
         mask_BT: [B, T] mask; fully masked trajectories do not count.
         mode: `token_mean`, sum / unmasked tokens; `seq_mean_token_sum`, sum / trajectories;
             `seq_mean_token_mean`, sum of the trajectories' means / trajectories; `seq_sum_norm`,
-            sum / T.
-        denominator: `loss_denominator` of the whole batch, if `loss_BT` is a shard of it; None to
-            compute it from `mask_BT`.
+            sum / (trajectories * `max_response_tokens`).
+        denominator: `loss_denominator` of the whole batch, if `loss_BT` is a shard of it or a
+            trajectory may be several rows; None to compute it from `mask_BT`.
+        max_response_tokens: The constant of `seq_sum_norm`, if there is no `denominator`.
+        num_tokens_B: [B] unmasked tokens of each row's whole trajectory, if a trajectory may be
+            several rows; only `seq_mean_token_mean` reads it.
     """
     check_same_shape(loss_BT=loss_BT, mask_BT=mask_BT)
     if denominator is None:
-        denominator = loss_denominator(mask_BT, mode)
-    if mode == "seq_mean_token_mean":
-        total = masked_mean(upcast(loss_BT), mask_BT, dim=1).sum()
-    else:
-        total = masked_sum(upcast(loss_BT), mask_BT)
-    return total / denominator
+        denominator = loss_denominator(mask_BT, mode, max_response_tokens=max_response_tokens)
+    if mode != "seq_mean_token_mean":
+        return masked_sum(upcast(loss_BT), mask_BT) / denominator
+    if num_tokens_B is None:
+        num_tokens_B = mask_BT.bool().sum(dim=1)
+    sum_B = masked_sum(upcast(loss_BT), mask_BT, dim=1)
+    return (sum_B / num_tokens_B.clamp(min=1)).sum() / denominator
 
 
-def loss_denominator(mask_BT: torch.Tensor, mode: str) -> torch.Tensor:
-    """Return the divisor of `aggregate` for this mask, 0-d float32, at least 1.
+def loss_denominator(
+    mask_BT: torch.Tensor,
+    mode: str,
+    *,
+    max_response_tokens: int | None = None,
+    trajectory_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the divisor of `aggregate` for this mask, 0-d float32, above 0.
 
-    The divisors of shards add up to that of the batch, except for `seq_sum_norm`, where the divisor
-    is the padded length T.
+    The divisors of shards of whole trajectories add up to that of the batch.
+
+    Args:
+        mask_BT: [B, T] mask.
+        mode: Mode of `aggregate`.
+        max_response_tokens: Longest possible response, by whose length `seq_sum_norm` divides, so
+            that a token weighs the same in every batch (Dr. GRPO, arXiv 2503.20783).
+        trajectory_B: [B] int64 trajectory of each row; None if each row is one.
 
     Raises:
-        ValueError: the mode is unknown.
+        ValueError: The mode is unknown, or `seq_sum_norm` has no `max_response_tokens`.
     """
-    match mode:
-        case "token_mean":
-            number = mask_BT.bool().sum()
-        case "seq_mean_token_sum" | "seq_mean_token_mean":
-            number = mask_BT.bool().any(dim=1).sum()
-        case "seq_sum_norm":
-            number = torch.tensor(mask_BT.shape[1], device=mask_BT.device)
-        case _:
-            raise InputError("mode", mode, f"one of {', '.join(AGGREGATION_MODES)}")
-    return number.clamp(min=1).float()
+    if mode == "token_mean":
+        return mask_BT.bool().sum().clamp(min=1).float()
+    if mode not in AGGREGATION_MODES:
+        raise InputError("mode", mode, f"one of {', '.join(AGGREGATION_MODES)}")
+    is_trained_B = mask_BT.bool().any(dim=1)
+    count = is_trained_B.sum()
+    if trajectory_B is not None:
+        count = torch.tensor(len(trajectory_B[is_trained_B].unique()), device=mask_BT.device)
+    number = count.clamp(min=1).float()
+    if mode != "seq_sum_norm":
+        return number
+    if max_response_tokens is None or max_response_tokens < 1:
+        expected = "the longest possible response in tokens, at least 1, with seq_sum_norm"
+        raise InputError("max_response_tokens", max_response_tokens, expected)
+    return number * max_response_tokens
 
 
 def _masked_terms(
@@ -366,6 +388,35 @@ def _masked_terms(
     mask_BT = mask_BT.bool()
     log_ratio_BT = masked_log_ratio(logp_BT, old_logp_BT, mask_BT)
     return mask_BT, log_ratio_BT, zero_masked(advantage_BT.to(log_ratio_BT.dtype), mask_BT)
+
+
+def _clipped_mean_ratio(
+    mean_BT: torch.Tensor,
+    log_ratio_BT: torch.Tensor,
+    advantage_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the clipped loss with ratios sg(exp(mean)) r / sg(r), and its metrics.
+
+    Args:
+        mean_BT: [B, T] mean log-ratio of each token's trajectory or turn, or [B, 1].
+        log_ratio_BT: [B, T] log-ratios, 0 where masked.
+        advantage_BT: [B, T] advantages, 0 where masked.
+        mask_BT: [B, T] bool mask.
+        clip_low: width of the clip range below 1.
+        clip_high: width of the clip range above 1.
+    """
+    constant_BT = log_ratio_BT.detach()
+    exponent_BT = mean_BT.detach() + (log_ratio_BT - constant_BT)
+    ratio_BT = bounded_exp(exponent_BT.clamp(max=MEAN_LOG_RATIO_BOUND))
+    clipped_ratio_BT = _clipped_ratio(ratio_BT, clip_low, clip_high, balanced=False)
+    loss_BT, is_clipped_BT, _ = _surrogate(ratio_BT, clipped_ratio_BT, advantage_BT, None)
+    return loss_BT, {
+        "clipfrac": masked_mean(is_clipped_BT.float(), mask_BT),
+        "approx_kl": masked_mean(-constant_BT, mask_BT),
+    }
 
 
 def _turn_means(x_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
@@ -395,7 +446,7 @@ def _surrogate(
     """Return max(-A r, -A clip(r)) with the dual clip, and the masks of where each clip is active.
 
     Args:
-        ratio_BT: [B, T] ratios, or [B, 1] of trajectories.
+        ratio_BT: [B, T] ratios.
         clipped_ratio_BT: The ratios after the clip range, of the same shape.
         advantage_BT: [B, T] advantages.
         clip_dual: ratio c > 1 of the dual clip; None for no dual clip.

@@ -83,17 +83,19 @@ def minibatch_masks(batch: TrainBatch, num_steps: int) -> Iterator[torch.Tensor]
     """Yield one [B, T] bool mask per optimizer step: `mask_BT` restricted to that step's rows.
 
     Each step has about equally many consecutive rows, and there are at most as many steps as rows.
-    If there are at least as many trees as steps, no tree is divided between steps. The masks are
-    disjoint and their union is `mask_BT`.
+    If there are at least as many trees as steps, no tree is divided between steps, and if there are
+    at least as many trajectories, no trajectory. The masks are disjoint and their union is
+    `mask_BT`.
     """
     mask_BT = batch.mask_BT
     num_rows = mask_BT.shape[0]
     num_steps = max(1, min(num_steps, num_rows))
     cuts = [num_rows * step // num_steps for step in range(num_steps + 1)]
-    if batch.shared_length_B is not None:
-        starts = [*(batch.shared_length_B == 0).nonzero().flatten().tolist(), num_rows]
+    for is_start_B in _possible_starts(batch):
+        starts = [*is_start_B.nonzero().flatten().tolist(), num_rows]
         if len(starts) > num_steps:
             cuts = _nearest_starts(cuts, starts)
+            break
     for start, stop in pairwise(cuts):
         step_BT = mask_BT.clone().bool()
         step_BT[:start] = False
@@ -147,12 +149,23 @@ def plan_micro_batches(
         num_micro += num_multiple
 
 
+def _possible_starts(batch: TrainBatch) -> Iterator[torch.Tensor]:
+    """Yield [B] bool where trees begin, and where trajectories begin, as far as there are any."""
+    is_first_B = batch.mask_BT.new_ones(batch.mask_BT.shape[0]).bool()
+    if batch.trajectory_B is not None:
+        is_first_B[1:] = batch.trajectory_B[1:] != batch.trajectory_B[:-1]
+    if batch.shared_length_B is not None:
+        yield is_first_B & (batch.shared_length_B == 0)
+    if batch.trajectory_B is not None:
+        yield is_first_B
+
+
 def _nearest_starts(cuts: Sequence[int], starts: Sequence[int]) -> list[int]:
-    """Return for each cut the nearest start of a tree, all different, so that no step is empty.
+    """Return for each cut the nearest start, all different, so that no step is empty.
 
     Args:
         cuts: Ascending row numbers at which the steps would begin, and the number of rows.
-        starts: Ascending row numbers at which trees begin, and the number of rows.
+        starts: Ascending row numbers at which trees or trajectories begin, and the number of rows.
     """
     tree_cuts = [0]
     for step, cut in enumerate(cuts[1:], start=1):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
+from mega_agentrl.algo.advantage import group_index_and_size, group_sum
 from mega_agentrl.batch.tree_order import RowLengths, row_lengths, shared_between
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.routes import TokenRoutes
@@ -267,6 +268,9 @@ class PackedTargets:
     """[M] float32 returns, the critic's targets."""
     kl_weight_M: np.ndarray | None = None
     """[M] weight of each token's KL term; None for `algo.kl_coef` everywhere."""
+    num_tokens_R: np.ndarray | None = None
+    """[R] int64 number of trained tokens of each row's whole trajectory; None if each row is one.
+    """
 
     @classmethod
     def from_batch(
@@ -287,15 +291,26 @@ class PackedTargets:
         by_name = {"mask": batch.mask_BT, "kl_weight": kl_weight_BT}
         by_name |= {name: getattr(batch, f"{name}_BT") for name in names}
         length_R = batch.length_B[torch.from_numpy(row_R)]
+        num_tokens_B = None
+        if batch.trajectory_B is not None:
+            index_B, _ = group_index_and_size(batch.trajectory_B)
+            num_tokens_B = group_sum(batch.mask_BT.sum(1), index_B).numpy()
         return cls(
             start_R1=_offsets(length_R.tolist()),
             num_positions=batch.response_BT.size(1),
+            num_tokens_R=None if num_tokens_B is None else num_tokens_B[row_R],
             **{
                 f"{name}_M": pack_values(value_BT, row_R, length_R)
                 for name, value_BT in by_name.items()
                 if value_BT is not None
             },
         )
+
+    def num_tokens(self, indices: Sequence[int], device: torch.device) -> torch.Tensor | None:
+        """Return `num_tokens_R` of the rows at these indices, [R], or None if it is None."""
+        if self.num_tokens_R is None:
+            return None
+        return torch.from_numpy(self.num_tokens_R[list(indices)]).to(device)
 
     def padded(self, name: str, indices: Sequence[int], device: torch.device) -> torch.Tensor:
         """Return the field `name`, such as `old_logp`, of the rows at these indices, `[R, T]`.

@@ -84,6 +84,8 @@ class RowSharder:
     """Each data rank gets a multiple of this number of micro-batches."""
     pairs_per_token: float = float("inf")
     """Number of attention scores that cost as much as the rest of the model for one token."""
+    max_response_tokens: int | None = None
+    """The constant of `algo.loss_aggregation=seq_sum_norm`; None if it is not used."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, pairs_per_token: float = float("inf")) -> RowSharder:
@@ -94,6 +96,7 @@ class RowSharder:
             budget_tokens=config.optim.micro_batch_tokens * parallel.context,
             num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
             pairs_per_token=pairs_per_token,
+            max_response_tokens=config.rollout.max_response_tokens,
         )
 
     def scoring_shards(self, rows: PackedRows) -> list[ScoringShard]:
@@ -135,7 +138,13 @@ class RowSharder:
             indices = np.flatnonzero(mask_BT.any(dim=1).numpy()[rows.row_R]).tolist()
             if indices:
                 plans.append(self._plan(lengths, indices))
-                denominators.append(loss_denominator(mask_BT, aggregation).item())
+                denominator = loss_denominator(
+                    mask_BT,
+                    aggregation,
+                    max_response_tokens=self.max_response_tokens,
+                    trajectory_B=batch.trajectory_B,
+                )
+                denominators.append(denominator.item())
         shards = []
         for data_rank in range(self.num_data):
             rank_plans = [plan[data_rank] for plan in plans]

@@ -13,7 +13,14 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Branching(StrEnum):
+class Choice(StrEnum):
+    """A choice of a setting; a list of them reads like a list of their names in messages."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Branching(Choice):
     """Rule that decides where a trajectory forks."""
 
     none = "none"
@@ -30,7 +37,7 @@ class Branching(StrEnum):
     """ARPO's published code."""
 
 
-class ForkBudgetMode(StrEnum):
+class ForkBudgetMode(Choice):
     """Distribution of a prompt's forks over its paths."""
 
     partitioned = "partitioned"
@@ -39,7 +46,7 @@ class ForkBudgetMode(StrEnum):
     """The first path to ask gets a fork. The tree then depends on timing; for comparison only."""
 
 
-class CallProtocol(StrEnum):
+class CallProtocol(Choice):
     """Syntax in which the policy writes tool calls."""
 
     tags = "tags"
@@ -48,7 +55,7 @@ class CallProtocol(StrEnum):
     """JSON in `<tool_call>`, as Hermes models do."""
 
 
-class InvalidCallAction(StrEnum):
+class InvalidCallAction(Choice):
     """Response to a tool call that cannot be run."""
 
     answer = "answer"
@@ -57,7 +64,7 @@ class InvalidCallAction(StrEnum):
     """The trajectory ends."""
 
 
-class TemplateCheck(StrEnum):
+class TemplateCheck(Choice):
     """Differences from the full chat template that are reported."""
 
     strict = "strict"
@@ -68,7 +75,7 @@ class TemplateCheck(StrEnum):
     """None."""
 
 
-class FilterMetric(StrEnum):
+class FilterMetric(Choice):
     """Metric of a trajectory whose group mean decides whether a group is trained on."""
 
     none = "none"
@@ -79,7 +86,7 @@ class FilterMetric(StrEnum):
     """The reward."""
 
 
-class RolloutCorrection(StrEnum):
+class RolloutCorrection(Choice):
     """Importance weights for the mismatch between the engine's and the policy's log-probs."""
 
     none = "none"
@@ -94,7 +101,7 @@ class RolloutCorrection(StrEnum):
     """Weights per sequence; sequences above C are masked."""
 
 
-class KlPlacement(StrEnum):
+class KlPlacement(Choice):
     """Quantity to which the KL penalty is applied."""
 
     loss = "loss"
@@ -103,7 +110,7 @@ class KlPlacement(StrEnum):
     """Subtracted from the reward."""
 
 
-class CotBlocks(StrEnum):
+class CotBlocks(Choice):
     """Parts of a response that count as its chain of thought."""
 
     first = "first"
@@ -114,7 +121,7 @@ class CotBlocks(StrEnum):
     """All tokens of the policy; needs no markers."""
 
 
-class AresMode(StrEnum):
+class AresMode(Choice):
     """Variant of ARES."""
 
     off = "off"
@@ -125,7 +132,7 @@ class AresMode(StrEnum):
     """The published code."""
 
 
-class FunctionCallMatch(StrEnum):
+class FunctionCallMatch(Choice):
     """Comparison of function calls with the expected ones."""
 
     ast = "ast"
@@ -138,20 +145,21 @@ class FunctionCallMatch(StrEnum):
     """Calls are compared as text."""
 
 
-class LossAggregation(StrEnum):
+class LossAggregation(Choice):
     """Reduction of per-token losses to a scalar."""
 
     token_mean = "token_mean"
     """Mean over all tokens."""
     seq_mean_token_sum = "seq_mean_token_sum"
-    """Sum over the tokens of a sequence, mean over sequences."""
+    """Sum over the tokens of a trajectory, mean over trajectories."""
     seq_mean_token_mean = "seq_mean_token_mean"
-    """Mean over the tokens of a sequence, mean over sequences."""
+    """Mean over the tokens of a trajectory, mean over trajectories."""
     seq_sum_norm = "seq_sum_norm"
-    """Sum over all tokens, divided by the padded length T."""
+    """Sum over all tokens, divided by the number of trajectories and by
+    `rollout.max_response_tokens` (Dr. GRPO)."""
 
 
-class KlEstimator(StrEnum):
+class KlEstimator(Choice):
     """Estimator of the KL divergence from the reference policy, see http://joschu.net/blog/kl-approx.html."""
 
     k1 = "k1"
@@ -164,7 +172,7 @@ class KlEstimator(StrEnum):
     """r - 1 - log r: unbiased and never negative."""
 
 
-class Truncation(StrEnum):
+class Truncation(Choice):
     """Treatment of prompts over `data.max_prompt_tokens`; cuts keep the generation prompt."""
 
     error = "error"
@@ -179,7 +187,7 @@ class Truncation(StrEnum):
     """The prompt is cut in the middle."""
 
 
-class PromptOrder(StrEnum):
+class PromptOrder(Choice):
     """Order of the training prompts."""
 
     shuffled = "shuffled"
@@ -190,7 +198,7 @@ class PromptOrder(StrEnum):
     """Shuffled; prompts that the policy answers about half of the time come more often."""
 
 
-class Dtype(StrEnum):
+class Dtype(Choice):
     """Dtype of the weights in the forward pass, of the policy and of the engines."""
 
     auto = "auto"
@@ -207,7 +215,7 @@ class Dtype(StrEnum):
         return Dtype.bfloat16 if on_gpu else Dtype.float32
 
 
-class Recompute(StrEnum):
+class Recompute(Choice):
     """Activations that a training pass drops and computes again in the backward pass."""
 
     none = "none"
@@ -219,7 +227,7 @@ class Recompute(StrEnum):
     """Keep only the input of each layer; every layer runs its forward pass twice."""
 
 
-class TreeAttention(StrEnum):
+class TreeAttention(Choice):
     """Kernel of the attention over packed trees."""
 
     auto = "auto"
@@ -231,7 +239,7 @@ class TreeAttention(StrEnum):
     weights and heads of 64 or 128."""
 
 
-class RouterReplay(StrEnum):
+class RouterReplay(Choice):
     """Recorded experts that a mixture-of-experts policy uses in place of its own choice."""
 
     off = "off"
@@ -242,7 +250,7 @@ class RouterReplay(StrEnum):
     """The update uses the experts of the log-prob pass (R2)."""
 
 
-class LoraTarget(StrEnum):
+class LoraTarget(Choice):
     """Linear layers that get low-rank adapters, by their Hugging Face names."""
 
     q_proj = "q_proj"
@@ -261,7 +269,7 @@ class LoraTarget(StrEnum):
     """Of the MLP, or of each expert."""
 
 
-class LrSchedule(StrEnum):
+class LrSchedule(Choice):
     """Learning-rate schedule after the warm-up."""
 
     constant = "constant"
@@ -272,7 +280,7 @@ class LrSchedule(StrEnum):
     """Linear decay."""
 
 
-class SearchBackend(StrEnum):
+class SearchBackend(Choice):
     """Backend that the search tool queries."""
 
     local = "local"
@@ -283,7 +291,7 @@ class SearchBackend(StrEnum):
     """A web-search API."""
 
 
-class PythonMode(StrEnum):
+class PythonMode(Choice):
     """Lifetime of the variables and files of the Python tool."""
 
     stateless = "stateless"
@@ -292,7 +300,7 @@ class PythonMode(StrEnum):
     """The trajectory."""
 
 
-class SandboxIsolation(StrEnum):
+class SandboxIsolation(Choice):
     """Protection of this machine from the Python tool's code."""
 
     bubblewrap = "bubblewrap"
@@ -301,7 +309,7 @@ class SandboxIsolation(StrEnum):
     """No protection; for trusted code only."""
 
 
-class NetworkAccess(StrEnum):
+class NetworkAccess(Choice):
     """Network of a program in a sandbox."""
 
     none = "none"
@@ -310,7 +318,7 @@ class NetworkAccess(StrEnum):
     """The host's network."""
 
 
-class TransportKind(StrEnum):
+class TransportKind(Choice):
     """Technology that carries the weights from rank to rank."""
 
     auto = "auto"
@@ -323,7 +331,7 @@ class TransportKind(StrEnum):
     """TCP between any two ranks; device memory is staged through the host."""
 
 
-class TrackerName(StrEnum):
+class TrackerName(Choice):
     """A metrics backend beside `metrics.jsonl`.
 
     wandb and mlflow are optional packages, configured by their own environment variables

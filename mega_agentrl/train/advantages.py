@@ -14,7 +14,9 @@ policy's own forward pass at the sampling temperature; if one is missing, that i
 A trajectory counts once, however many rows it has (`trajectory_rows`): its rows share one
 advantage, one sum of KL and one chain of thought, and their values are read as one sequence, so
 that the value after a row is that of the next row's first token. A failed trajectory has no
-trained token and a group of its own, so it changes nothing.
+trained token and a group of its own, so it changes nothing. If all others of a group failed, the
+one that is left has no baseline: estimators that compare the trajectories of a prompt do not see
+its tokens, and its advantage is 0.
 
 Shape suffixes: B rows, A trajectories, T response positions, L positions of a whole trajectory.
 """
@@ -65,9 +67,10 @@ def add_advantages(
     Returns:
         The batch and metrics. Over trained tokens: `advantage/abs_mean`, `advantage/zero_fraction`,
         `advantage/ref_kl` (nats per token, with a KL in the reward) and `aepo/sign_flip_fraction`
-        (with AEPO's scale). Over trajectories, with EGPO: `egpo/cot_entropy` (nats),
-        `egpo/no_cot_fraction`, `egpo/bonus_mean` and `egpo/clipfrac`, the fraction whose entropy is
-        above the bound.
+        (with AEPO's scale). With an estimator that compares: `advantage/num_without_baseline`, the
+        number of trajectories that are left alone in their group. Over trajectories, with EGPO:
+        `egpo/cot_entropy` (nats), `egpo/no_cot_fraction`, `egpo/bonus_mean` and `egpo/clipfrac`,
+        the fraction whose entropy is above the bound.
 
     Raises:
         ValueError: A field that the settings need is missing, or a user's function returns
@@ -80,10 +83,20 @@ def add_advantages(
         metrics["advantage/ref_kl"] = float(masked_mean(kl_BT, mask_BT))
         if kl_weight_BT is not None:
             kl_BT, kl_coef = kl_BT * kl_weight_BT, 1.0
-    inputs = AdvantageInputs(batch=batch, rows=rows, kl_BT=kl_BT, kl_coef=kl_coef)
     traits = algo.estimator
     _require_inputs(batch, algo)
-    result = find_advantage(algo)(inputs, algo, **algo.advantage_options)
+    compared_batch = batch
+    if traits.needs_groups or traits.needs_greedy_baseline:
+        is_alone_A = _has_no_baseline(batch, rows, greedy=traits.needs_greedy_baseline)
+        metrics["advantage/num_without_baseline"] = float(is_alone_A.sum())
+        mask_BT = mask_BT & ~is_alone_A[rows.trajectory_B].unsqueeze(1)
+        compared_batch = batch.with_fields(mask_BT=mask_BT)
+    inputs = AdvantageInputs(batch=compared_batch, rows=rows, kl_BT=kl_BT, kl_coef=kl_coef)
+    result = (
+        find_advantage(algo)(inputs, algo, **algo.advantage_options)
+        if mask_BT.any()
+        else AdvantageResult(torch.zeros_like(inputs.reward_A))
+    )
     if algo.has_user_advantage:
         _check_user_result(result, inputs, algo)
     advantage = result.advantage
@@ -100,6 +113,7 @@ def add_advantages(
         )
     if algo.has_user_advantage:
         advantage = _check_user_values(advantage, mask_BT, algo)
+    mask_BT = batch.mask_BT
     if algo.entropy_advantage_weight:
         advantage, aepo_metrics = _scale_by_entropy(batch, advantage, algo.entropy_advantage_weight)
         metrics |= aepo_metrics
@@ -108,6 +122,23 @@ def add_advantages(
     if result.return_BT is not None:
         batch = batch.with_fields(return_BT=result.return_BT)
     return batch.with_fields(advantage_BT=advantage.float()), metrics
+
+
+def _has_no_baseline(batch: TrainBatch, rows: TrajectoryRows, *, greedy: bool) -> torch.Tensor:
+    """Return whether a trained trajectory has nothing that it can be compared with, [A] bool.
+
+    Args:
+        batch: The batch.
+        rows: Its trajectories.
+        greedy: Whether a greedy answer is the baseline, and the group only where that failed.
+    """
+    _, size_A = estimators.group_index_and_size(batch.group_B[rows.first_row_A])
+    is_trained_A = rows.sum_rows(batch.mask_BT.sum(1)) > 0
+    is_alone_A = (size_A == 1) & is_trained_A
+    if greedy:
+        assert batch.baseline_B is not None, "_require_inputs requires it"
+        is_alone_A &= batch.baseline_B[rows.first_row_A].isnan()
+    return is_alone_A
 
 
 def _ref_kl(batch: TrainBatch, algo: AlgoConfig) -> torch.Tensor:

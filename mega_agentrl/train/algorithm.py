@@ -32,6 +32,7 @@ from mega_agentrl.train.ares.shaping import (
     update_controllers,
 )
 from mega_agentrl.train.controllers import adaptive_kl_weights, initial_controllers, update_kl
+from mega_agentrl.train.trajectory_rows import count_trained_trajectories
 
 if TYPE_CHECKING:
     import torch
@@ -124,14 +125,15 @@ class Algorithm:
         metrics = {"data/epoch": self._components.prompt_source.num_epochs}
         if algo.ares.skip_mastered:
             metrics["data/num_excluded"] = float(self._components.prompt_source.num_excluded)
-        num_steps = self._config.optim.num_minibatches - stats.num_skipped_steps
-        if self.controllers.adaptive_kl is not None and num_steps:
+        is_updated = stats.num_skipped_steps < self._config.optim.num_minibatches
+        if self.controllers.adaptive_kl is not None and is_updated:
             observed = (
                 train_inputs.metrics["advantage/ref_kl"]
                 if algo.kl_placement is KlPlacement.reward
                 else stats.metrics["ref_kl"]
             )
-            self.controllers = update_kl(self.controllers, observed, num_steps)
+            num_samples = count_trained_trajectories(train_inputs.batch)
+            self.controllers = update_kl(self.controllers, observed, num_samples)
             metrics["kl/coef"] = self.controllers.kl_coef(algo)
         if (ares_step := train_inputs.ares_step) is not None:
             kl_B = mean_ref_kl(

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.types.batch import TrainBatch
 
-KL_HORIZON_STEPS = 10_000
-"""Optimizer steps in which the KL coefficient changes by 20 % at most.
+KL_HORIZON_SAMPLES = 10_000
+"""Trajectories in which the KL coefficient changes by 20 % at most.
 
-The value of Ziegler et al. (arXiv 1909.08593) and of verl; `algo.kl_target` sets the speed.
+The value of Ziegler et al. (arXiv 1909.08593), verl and OpenRLHF, which all count samples.
 """
 
 
@@ -47,26 +47,24 @@ def initial_controllers(algo: AlgoConfig) -> Controllers:
     """Return the controllers at the start of a run, before a bootstrap pass."""
     if algo.kl_target is None:
         return Controllers()
-    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=KL_HORIZON_STEPS)
+    adaptive = AdaptiveKL(coef=algo.kl_coef, target=algo.kl_target, horizon=KL_HORIZON_SAMPLES)
     return Controllers(adaptive_kl=adaptive)
 
 
-def update_kl(
-    controllers: Controllers, ref_kl_mean: float, num_optimizer_steps: int
-) -> Controllers:
+def update_kl(controllers: Controllers, ref_kl_mean: float, num_samples: int) -> Controllers:
     """Advance the adaptive KL weight by an update's mean KL to the reference.
 
     Args:
         controllers: State before the update.
         ref_kl_mean: Measured KL in nats per token. If it is not finite, as after a skipped step,
             the state stays as it is.
-        num_optimizer_steps: Optimizer steps of the update.
+        num_samples: Trajectories that were trained on.
     """
     if controllers.adaptive_kl is None or not isfinite(ref_kl_mean):
         return controllers
     return replace(
         controllers,
-        adaptive_kl=kl.update(controllers.adaptive_kl, ref_kl_mean, num_optimizer_steps),
+        adaptive_kl=kl.update(controllers.adaptive_kl, ref_kl_mean, num_samples),
     )
 
 

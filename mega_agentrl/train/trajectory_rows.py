@@ -26,6 +26,13 @@ def row_trajectories(batch: TrainBatch) -> list[int]:
     return [int(owner) for owner in batch.trajectory_B.tolist()]
 
 
+def count_trained_trajectories(batch: TrainBatch) -> int:
+    """Return the number of trajectories with a trained token."""
+    is_trained_B = batch.mask_BT.any(1).tolist()
+    pairs = zip(row_trajectories(batch), is_trained_B, strict=True)
+    return len({owner for owner, is_trained in pairs if is_trained})
+
+
 @dataclass(frozen=True, slots=True)
 class TrajectoryRows:
     """The rows of a batch by trajectory, numbered in the order of their first rows."""

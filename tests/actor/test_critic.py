@@ -252,7 +252,7 @@ def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
     generator = torch.Generator().manual_seed(1)
     value, old, target = torch.randn(3, *batch.response_BT.shape, generator=generator)
     batch = batch.with_fields(value_BT=old, return_BT=target)
-    denominator = loss_denominator(batch.mask_BT, mode).item()
+    denominator = loss_denominator(batch.mask_BT, mode, max_response_tokens=9).item()
     objective = ValueObjective(targets_of(batch, CRITIC_TARGETS), denominator, CLIP, mode)
     micros = [
         [pack_rows(batch, rows, batch.mask_BT, torch.device("cpu")) for rows in cut]
@@ -262,7 +262,8 @@ def test_stats_add_up_for_any_split_of_the_rows(mode, batch):
         [objective(micro, value[list(micro.rows)])[1] for micro in cut] for cut in micros
     )
     loss_BT, _ = clipped_value_loss(value, old, target, batch.mask_BT, clip=CLIP)
-    torch.testing.assert_close(whole[0]["loss"], aggregate(loss_BT, batch.mask_BT, mode))
+    want = aggregate(loss_BT, batch.mask_BT, mode, denominator=denominator)
+    torch.testing.assert_close(whole[0]["loss"], want)
     for name, total in whole[0].items():
         torch.testing.assert_close(sum(part[name] for part in parts), total)
 

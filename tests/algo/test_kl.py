@@ -69,6 +69,14 @@ def test_adaptive_by_hand():
     assert state.coef == 0.1
 
 
+def test_a_kl_far_above_the_target_lifts_the_weight_by_the_samples_of_each_step():
+    """1,000 steps of 256 samples with the horizon of 10,000 samples: 1.00512^1000 = 165."""
+    state = AdaptiveKL(coef=0.001, target=0.01, horizon=10_000)
+    for _ in range(1000):
+        state = update(state, 2.0, 256)
+    assert state.coef == pytest.approx(0.165, rel=2e-3)
+
+
 def test_an_unknown_kind_is_refused():
     with pytest.raises(InputError) as caught:
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")

@@ -33,6 +33,7 @@ MODE_OF = {
     "seq-mean-token-sum-norm": "seq_sum_norm",
 }
 RANGE = {"clip_low": 0.2, "clip_high": 0.2}
+LONGEST = {"max_response_tokens": 100}
 FUTURE = {
     **RANGE,
     "clip_dual": 3.0,
@@ -59,7 +60,9 @@ def test_golden_loss_metrics_and_gradient(case, name):
         clip_high=case["clip_high"],
         clip_dual=case["clip_ratio_c"],
     )
-    loss = aggregate(loss_BT, mask, MODE_OF[name])
+    loss = aggregate(loss_BT, mask, MODE_OF[name], max_response_tokens=mask.shape[1])
+    if MODE_OF[name] == "seq_sum_norm":  # the reference of that time sums over responses
+        loss = loss * mask.any(dim=1).sum()
     loss.backward()
     assert loss.item() == pytest.approx(expected["loss"], abs=1e-5)
     assert {key: value.item() for key, value in info.items()} == pytest.approx(
@@ -83,8 +86,8 @@ def test_shards_with_the_global_denominator_add_up(mode, seed, cut):
     generator = torch.Generator().manual_seed(seed)
     loss = torch.randn(5, 6, generator=generator)
     mask = torch.rand(5, 6, generator=generator) > 0.4
-    whole = aggregate(loss, mask, mode)
-    total = loss_denominator(mask, mode)
+    whole = aggregate(loss, mask, mode, **LONGEST)
+    total = loss_denominator(mask, mode, **LONGEST)
     parts = [
         aggregate(loss[rows], mask[rows], mode, denominator=total)
         for rows in (slice(0, cut), slice(cut, 5))
@@ -96,7 +99,47 @@ def test_fully_masked_row_changes_no_aggregation():
     loss = torch.tensor([[1.0, 2.0], [7.0, 7.0]])
     mask = torch.tensor([[1, 1], [0, 0]])
     for mode in AGGREGATION_MODES:
-        torch.testing.assert_close(aggregate(loss, mask, mode), aggregate(loss[:1], mask[:1], mode))
+        torch.testing.assert_close(
+            aggregate(loss, mask, mode, **LONGEST), aggregate(loss[:1], mask[:1], mode, **LONGEST)
+        )
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("width", [10, 100])
+def test_dr_grpo_divides_by_responses_and_the_longest_possible_response(copies, width):
+    """Ten tokens of each response, of 100 possible, with a loss of 1."""
+    mask = (torch.arange(width) < 10).expand(4 * copies, width)
+    loss = torch.ones(mask.shape, requires_grad=True)
+    total = aggregate(loss, mask, "seq_sum_norm", **LONGEST)
+    assert total.item() == pytest.approx(0.1)
+    (gradient,) = torch.autograd.grad(total, loss)
+    assert gradient[0, 0].item() == pytest.approx(1 / (4 * copies * 100))
+
+
+@pytest.mark.parametrize("got", [None, 0])
+def test_dr_grpo_needs_the_longest_possible_response(got):
+    with pytest.raises(InputError) as caught:
+        aggregate(torch.ones(1, 1), torch.ones(1, 1), "seq_sum_norm", max_response_tokens=got)
+    assert (caught.value.name, caught.value.got) == ("max_response_tokens", got)
+
+
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@given(seed=st.integers(0, 10_000))
+def test_a_trajectory_that_is_cut_into_rows_counts_once(mode, seed):
+    generator = torch.Generator().manual_seed(seed)
+    loss = torch.randn(3, 6, generator=generator)
+    mask = torch.rand(3, 6, generator=generator) > 0.4
+    start = torch.randint(0, 7, (3, 1), generator=generator)
+    parts = [mask & (torch.arange(6) < start), mask & (torch.arange(6) >= start)]
+    rows = torch.cat(parts)
+    owner = torch.tensor([7, 2, 5] * 2)
+    total = loss_denominator(rows, mode, trajectory_B=owner, **LONGEST)
+    num_tokens = mask.sum(1).repeat(2)
+    got = [
+        aggregate(loss, part, mode, denominator=total, num_tokens_B=number)
+        for part, number in zip(parts, num_tokens.split(3), strict=True)
+    ]
+    torch.testing.assert_close(sum(got), aggregate(loss, mask, mode, **LONGEST))
 
 
 def test_weight_of_a_shared_token_depends_on_the_aggregation():
@@ -147,7 +190,7 @@ def test_gradient_is_the_slope(mode, loss_of, options, spread, seed):
 
     def loss(point):
         value, _ = loss_of(point, old, gain, mask, **RANGE, **options)
-        return aggregate(value, mask, mode)
+        return aggregate(value, mask, mode, **LONGEST)
 
     _check_gradient(loss, logp)
 
@@ -165,6 +208,28 @@ def test_gspo_by_hand():
     assert logp.grad is not None
     assert logp.grad[0].tolist() == pytest.approx([first / 4, first / 4, 0], abs=1e-5)
     assert logp.grad[1].tolist() == [0.0] * 3
+
+
+def test_gspo_s_weight_of_a_token_changes_no_other_token():
+    """Two tokens with ratio 1 and advantage 1, weighted 2 and 0; a masked token gets nothing."""
+    logp = torch.zeros(1, 3, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0]])
+    loss, _ = gspo(logp, torch.zeros(1, 3), torch.ones(1), mask, **RANGE)
+    aggregate(loss * torch.tensor([[2.0, 0, 9]]), mask, "seq_mean_token_mean").backward()
+    assert logp.grad is not None and logp.grad.tolist() == [[-1, 0, 0]]
+
+
+@pytest.mark.parametrize("loss_of", [gspo, atpo])
+def test_a_mean_log_ratio_is_bounded_at_10(loss_of):
+    """The ratio of a negative advantage has no upper clip; a far outlier has no gradient."""
+    logp = torch.tensor([[9.0, 9.0], [30.0, 2.0]], requires_grad=True)
+    gain = -torch.ones(2) if loss_of is gspo else -torch.ones(2, 2)
+    loss, _ = loss_of(logp, torch.zeros(2, 2), gain, torch.ones(2, 2), **RANGE)
+    loss.sum().backward()
+    want = torch.tensor([[9.0, 9.0], [10.0, 10.0]]).exp()
+    torch.testing.assert_close(loss.detach(), want)
+    assert logp.grad is not None
+    torch.testing.assert_close(logp.grad, want * torch.tensor([[1.0], [0.0]]))
 
 
 def test_atpo_by_hand():
@@ -283,9 +348,9 @@ def test_masked_values_do_not_change_the_losses(loss_of, junk):
 def test_presets_are_the_clipped_loss_with_range_and_aggregation_of_the_papers():
     logp, old, gain, mask = _random(3, spread=0.8)
     for preset, high, mode in ((dapo, 0.28, "token_mean"), (dr_grpo, 0.2, "seq_sum_norm")):
-        got, info = preset(logp, old, gain, mask)
+        got, info = preset(logp, old, gain, mask, **LONGEST)
         loss, same = clipped(logp, old, gain, mask, clip_low=0.2, clip_high=high)
-        assert torch.equal(got, aggregate(loss, mask, mode))
+        assert torch.equal(got, aggregate(loss, mask, mode, **LONGEST))
         assert info == same
     reward, group = torch.tensor([1.0, 0, 0, 0]), torch.zeros(4)
     got = advantage.grpo(reward, group, norm_by_std=dr_grpo.norm_by_std)

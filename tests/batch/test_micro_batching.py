@@ -137,10 +137,11 @@ def test_no_rows_and_a_row_beyond_the_budget_are_errors():
     assert (caught.value.key, caught.value.got) == ("optim.micro_batch_tokens", 8)
 
 
-def masked(mask_BT, shared_lengths=None):
+def masked(mask_BT, shared_lengths=None, trajectories=None):
     """Return what `minibatch_masks` reads of a batch with this mask."""
     shared_B = None if shared_lengths is None else torch.tensor(shared_lengths)
-    return SimpleNamespace(mask_BT=mask_BT, shared_length_B=shared_B)
+    trajectory_B = None if trajectories is None else torch.tensor(trajectories)
+    return SimpleNamespace(mask_BT=mask_BT, shared_length_B=shared_B, trajectory_B=trajectory_B)
 
 
 def test_five_rows_in_two_steps_by_hand():
@@ -164,6 +165,20 @@ def test_five_rows_in_two_steps_by_hand():
 def test_steps_are_cut_between_trees(starts, num_steps, expected):
     shared = [0 if row in starts else 1 for row in range(6)]
     masks = minibatch_masks(masked(torch.ones(6, 1), shared), num_steps)
+    assert [int(mask.sum()) for mask in masks] == expected
+
+
+@pytest.mark.parametrize(
+    ("shared", "trajectories", "expected"),
+    [
+        ([0, 1, 1, 0, 0, 1], [0, 0, 0, 0, 1, 1], [4, 2]),  # row 3 begins no tree
+        ([0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [2, 4]),  # one tree
+        (None, [0, 0, 0, 0, 1, 1], [4, 2]),
+        (None, [0, 0, 0, 0, 0, 0], [3, 3]),  # too few trajectories
+    ],
+)
+def test_steps_are_cut_between_trajectories_of_several_rows(shared, trajectories, expected):
+    masks = minibatch_masks(masked(torch.ones(6, 1), shared, trajectories), 2)
     assert [int(mask.sum()) for mask in masks] == expected
 
 

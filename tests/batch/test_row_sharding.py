@@ -114,7 +114,10 @@ def test_the_sharder_of_a_run_has_its_layout():
         optim=OptimConfig(micro_batch_tokens=100),
     )
     assert RowSharder.from_config(config) == RowSharder(
-        num_data=4, budget_tokens=300, num_multiple=5
+        num_data=4,
+        budget_tokens=300,
+        num_multiple=5,
+        max_response_tokens=config.rollout.max_response_tokens,
     )
     config.parallel.virtual_pipeline = 1
     assert RowSharder.from_config(config).num_multiple == 1

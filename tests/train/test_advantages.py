@@ -112,6 +112,7 @@ def test_advantages_by_hand(name, expected):
     assert metrics == {
         "advantage/abs_mean": pytest.approx(sum(flat) / 7),
         "advantage/zero_fraction": pytest.approx(flat.count(0) / 7),
+        "advantage/num_without_baseline": 0,
     }
 
 
@@ -184,6 +185,44 @@ def test_a_failed_row_changes_no_other_advantage(name):
     got_BT, got = advantages(failed, algo)
     assert torch.equal(got_BT[:4], expected_BT) and not got_BT[4].any()
     assert got == pytest.approx(expected)
+
+
+COMPARING = [
+    name
+    for name in ESTIMATORS.registered()
+    if AlgoConfig(advantage=name).estimator.needs_groups or name == "remax"
+]
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_the_only_one_that_did_not_fail_has_no_baseline_and_no_advantage(name):
+    """Rows 2 and 3 are a group of which one failed; the other's reward of 3 is no advantage."""
+    one_left = batch(
+        group_B=torch.tensor([0, 0, 1, 2]),
+        mask_BT=torch.tensor([[1, 1], [1, 1], [1, 1], [0, 0]]).bool(),
+        tree_token_BT=torch.arange(8).view(4, 2),
+        baseline_B=torch.tensor([0.25, 0.25, math.nan, math.nan]),
+        old_logp_BT=torch.zeros(4, 2),
+        entropy_BT=torch.ones(4, 2),
+    )
+    lam = 0.4 if AlgoConfig(advantage=name).estimator.per_trajectory else 0.0
+    egpo = EgpoConfig(cot_blocks=CotBlocks.response, lam=lam)
+    algo = AlgoConfig(advantage=name, egpo=egpo)
+    got_BT, metrics = advantages(one_left, algo)
+    assert metrics["advantage/num_without_baseline"] == 1
+    assert not got_BT[2:].any() and got_BT[:2].any()
+    alone_BT, _ = advantages(select_rows(one_left, [0, 1]), algo)
+    assert_close(got_BT[:2], alone_BT)
+    # If the others of every group failed, nothing is left to learn from.
+    nothing_BT, metrics = advantages(select_rows(one_left, [2, 3]), algo)
+    assert not nothing_BT.any() and metrics["advantage/num_without_baseline"] == 1
+
+
+def test_a_greedy_answer_is_the_baseline_of_the_only_one_that_did_not_fail():
+    given = select_rows(batch(group_B=torch.tensor([0, 1, 2, 3])), [0, 2])
+    got_BT, metrics = advantages(given, AlgoConfig(advantage="remax"))
+    assert_close(got_BT, torch.tensor([[0.75, 0.75], [-1.0, -1.0]]))
+    assert metrics["advantage/num_without_baseline"] == 0
 
 
 def test_kl_in_the_reward_is_summed_over_the_trajectory():
@@ -569,6 +608,17 @@ def test_the_example():
     given = batch(entropy_BT=torch.full((4, 2), 0.25))
     got_BT, _ = advantages(given, AlgoConfig(advantage=str(EXAMPLE)))
     assert_close(got_BT, torch.tensor([0.5, -0.5, 1.0, -1.0])[:, None] * 1.25 * given.mask_BT)
+
+
+def test_the_example_counts_a_trajectory_of_several_rows_once():
+    """Rewards 1 (three rows), 0 and 5 have the median 1."""
+    given = select_rows(batch(entropy_BT=torch.zeros(4, 2)), [0, 0, 0, 1, 2]).with_fields(
+        reward_B=torch.tensor([1.0, 1, 1, 0, 5]),
+        group_B=torch.zeros(5, dtype=torch.int64),
+        trajectory_B=torch.tensor([4, 4, 4, 2, 3]),
+    )
+    got_BT, _ = advantages(given, AlgoConfig(advantage=str(EXAMPLE)))
+    assert got_BT[:, 0].tolist() == [0, 0, 0, -1, 4]
 
 
 @pytest.fixture

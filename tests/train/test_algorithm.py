@@ -12,7 +12,7 @@ from mega_agentrl.config.enums import AresMode, KlPlacement
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.train.algorithm import Algorithm, bootstrap_controllers, prompt_accuracies
-from mega_agentrl.train.controllers import KL_HORIZON_STEPS, Controllers, initial_controllers
+from mega_agentrl.train.controllers import KL_HORIZON_SAMPLES, Controllers, initial_controllers
 from mega_agentrl.train.run_logger import RunLogger
 from mega_agentrl.train.scheduler import open_rollout_scheduler
 from mega_agentrl.train.signals import SignalHandler
@@ -99,8 +99,11 @@ def test_the_coefficient_follows_the_measured_kl(components, config, place):
     config.algo = AlgoConfig(kl_coef=0.1, kl_target=0.01, kl_placement=place)
     controllers = initial_controllers(config.algo)
     _, train_inputs, after, shown = one_step(components, config, controllers)
-    # Ten times the target: at most a fifth in the horizon.
-    assert after.adaptive_kl.coef == pytest.approx(0.1 * (1 + 0.2 / KL_HORIZON_STEPS), rel=1e-9)
+    # Ten times the target: at most a fifth in the horizon, which counts trajectories.
+    num_samples = int(train_inputs.batch.mask_BT.any(1).sum())
+    assert num_samples == config.data.prompts_per_step * config.rollout.group_size
+    want = 0.1 * (1 + 0.2 * num_samples / KL_HORIZON_SAMPLES)
+    assert after.adaptive_kl.coef == pytest.approx(want, rel=1e-9)
     assert shown["kl/coef"] == after.adaptive_kl.coef
     assert (train_inputs.kl_weight_BT is None) is (place is KlPlacement.reward)
     _, _, same, _ = one_step(components, config, controllers, num_skipped=1)
@@ -108,7 +111,7 @@ def test_the_coefficient_follows_the_measured_kl(components, config, place):
 
 
 def test_a_kl_in_the_reward_moves_by_the_kl_of_the_batch(components, config):
-    config.algo = AlgoConfig(kl_coef=0.1, kl_target=0.1065, kl_placement=KlPlacement.reward)
+    config.algo = AlgoConfig(kl_coef=0.1, kl_target=0.10653066, kl_placement=KlPlacement.reward)
     _, train_inputs, after, _ = one_step(
         components, config, initial_controllers(config.algo), ref_kl=0.0
     )

@@ -18,7 +18,7 @@ from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.enums import KlPlacement
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.train.controllers import (
-    KL_HORIZON_STEPS,
+    KL_HORIZON_SAMPLES,
     Controllers,
     adaptive_kl_weights,
     initial_controllers,
@@ -98,7 +98,7 @@ def test_the_kl_weight_follows_the_measured_kl():
     assert initial_controllers(fixed) == Controllers() == update_kl(Controllers(), 9.0, 4)
     assert Controllers().kl_coef(fixed) == 0.2
     above = update_kl(initial_controllers(adaptive), 0.5, 4)
-    want = 0.2 * (1 + 0.2 * 4 / KL_HORIZON_STEPS)
+    want = 0.2 * (1 + 0.2 * 4 / KL_HORIZON_SAMPLES)
     assert above.kl_coef(adaptive) == pytest.approx(want, rel=1e-9)
     for lost in (float("nan"), float("inf")):
         assert update_kl(above, lost, 1) == above

@@ -97,8 +97,13 @@ class PolicyObjective:
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
         sums["entropy"] = entropy_RT.detach()[local_mask_RT].sum()
-        mode = str(self.algo.loss_aggregation)
-        loss = aggregate(loss_RT, mask_RT, mode, denominator=self.denominator)
+        loss = aggregate(
+            loss_RT,
+            mask_RT,
+            str(self.algo.loss_aggregation),
+            denominator=self.denominator,
+            num_tokens_B=self.targets.num_tokens(micro.rows, logp_RT.device),
+        )
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
 
 

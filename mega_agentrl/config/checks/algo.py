@@ -45,6 +45,7 @@ def check_algo(config: TrainConfig) -> None:
     if algo.loss_traits.per_trajectory:
         _check_whole_trajectories(config)
     _check_correction(config)
+    _warn_of_truncated_sampling(config)
     _check_greedy_baseline(config)
     _check_critic(config)
     _check_kl_in_reward(algo)
@@ -98,6 +99,22 @@ def _check_correction(config: TrainConfig) -> None:
             f"a correction by token, or none, with {source}, where a trajectory may be several "
             "rows, each with its own weight",
             "only one of the two was changed",
+        )
+
+
+def _warn_of_truncated_sampling(config: TrainConfig) -> None:
+    """Warn if tokens are sampled from another distribution than that of their log-probs."""
+    rollout = config.rollout
+    settings = {"top_p": (rollout.top_p, 1.0), "top_k": (rollout.top_k, 0)}
+    truncating = [f"rollout.{name}={got}" for name, (got, off) in settings.items() if got != off]
+    if truncating and (config.total_steps or config.total_epochs):
+        warnings.warn(
+            f"{' and '.join(truncating)}: tokens are sampled from a part of the vocabulary, but "
+            "engine and trainer compute their log-probs over all of it, so ratios, KL and "
+            "algo.rollout_correction do not see what was cut off; "
+            f"{' and '.join(f'rollout.{name}={off:g}' for name, (_, off) in settings.items())} "
+            "samples the distribution that is trained",
+            stacklevel=4,
         )
 
 

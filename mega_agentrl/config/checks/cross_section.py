@@ -38,7 +38,6 @@ from mega_agentrl.config.checks.rollout import (
     check_agent,
     check_branching,
     check_groups,
-    check_inference_template,
     check_lengths,
     check_staleness,
 )
@@ -67,7 +66,6 @@ def check_config(config: TrainConfig) -> None:
     check_groups(config)
     check_branching(config)
     check_agent(config)
-    check_inference_template(config)
     if config.algo.needs_critic and (has_experts(model) or has_images(model)):
         trait = "has experts" if has_experts(model) else "sees images"
         raise ConfigError(

@@ -15,7 +15,6 @@ from mega_agentrl.config.enums import (
     Branching,
     CallProtocol,
     ForkBudgetMode,
-    LossAggregation,
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import ConfigError
@@ -202,24 +201,6 @@ def check_branching(config: TrainConfig) -> None:
         )
 
 
-def check_inference_template(config: TrainConfig) -> None:
-    """Raise a `ConfigError` for settings that need a trajectory to be a single row.
-
-    A mean over rows would weight a trajectory by its number of turns. `check_lengths` checks that
-    a micro-batch holds such a row, which may be as long as the engine's context.
-    """
-    source = config.rollout.source_of_contexts
-    if not source:
-        return
-    if config.algo.loss_aggregation is not LossAggregation.token_mean:
-        raise ConfigError(
-            "algo.loss_aggregation",
-            config.algo.loss_aggregation,
-            f"token_mean with {source}, where a trajectory may be several sequences",
-            _ONE_OF_TWO,
-        )
-
-
 def check_agent(config: TrainConfig) -> None:
     """Raise a `ConfigError` for settings of the native loop that `rollout.agent` cannot keep."""
     rollout = config.rollout
@@ -235,12 +216,12 @@ def check_agent(config: TrainConfig) -> None:
         got = getattr(rollout, key)
         if got != expected:
             raise ConfigError(f"rollout.{key}", got, f"{expected!r} with rollout.agent", cause)
-    if rollout.branching in (Branching.released, Branching.at2po):
+    if rollout.branching is Branching.released:  # others: `agents.load.check_agent_branching`
         raise ConfigError(
             "rollout.branching",
             rollout.branching,
             "a rule that forks while the trajectory runs, such as after_result, with rollout.agent",
-            "the rule starts forks in rounds, or from trajectories that have ended",
+            "the rule starts forks in rounds of all prompts",
         )
 
 

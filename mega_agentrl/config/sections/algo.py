@@ -150,7 +150,7 @@ class AlgoConfig(Section, key="algo"):
     """Whether the KL penalty is part of the loss or of the reward."""
     kl_target: Annotated[float | None, Range(above=0, at_most=1000, unit="nats")] = None
     """Target KL in nats per token towards which the coefficient is adapted, by up to 20 % in ten
-    thousand optimizer steps; null keeps it fixed."""
+    thousand trajectories; null keeps it fixed."""
     egpo: EgpoConfig = field(default_factory=EgpoConfig)
     """EGPO bonus."""
     ares: AresConfig = field(default_factory=AresConfig)

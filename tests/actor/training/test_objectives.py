@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.actor.training.whole_objective import loss_in_one_piece, objective, w
 from tests.parallel.merge import assemble, relative_errors
 from tests.parallel.reference import checkpoint_tensors, load_model, score
 from tests.rank_shards import pack_rows, policy_objective, sft_objective
+from tests.train_batches import select_rows
 from tests.tree_batches import make_tree_batch
 
 CPU = torch.device("cpu")
@@ -64,6 +64,23 @@ def test_the_split_into_micro_batches_changes_nothing(aggregation, loss, batch):
     torch.testing.assert_close(cut[1], whole[1])
     assert cut[2] == pytest.approx(whole[2], abs=1e-4)
     assert set(policy_metrics(algo)) <= set(whole[2])
+
+
+@pytest.mark.parametrize("aggregation", LossAggregation)
+def test_a_trajectory_of_several_rows_counts_once(aggregation, batch):
+    """Each row, and the same cut into two rows, whose tokens are trained on in one of them."""
+    algo = AlgoConfig(loss_aggregation=aggregation, kl_coef=0.1, entropy_coef=0.01)
+    cut = select_rows(batch, [row for row in range(6) for _ in range(2)])
+    is_early_BT = torch.arange(batch.mask_BT.size(1)).expand_as(cut.mask_BT) < 3
+    is_first_B1 = torch.tensor([[True], [False]] * 6)
+    cut = cut.with_fields(
+        mask_BT=cut.mask_BT & (is_early_BT == is_first_B1),
+        trajectory_B=torch.arange(6).repeat_interleave(2),
+    )
+    whole = value_of(policy_objective(algo, batch), batch, [range(6)])
+    parts = value_of(policy_objective(algo, cut), cut, [[0, 1, 2], [5, 4, 11], [3, *range(6, 11)]])
+    assert parts[0] == pytest.approx(whole[0], abs=1e-6)
+    torch.testing.assert_close(parts[1].view(6, 2, -1).sum(1), whole[1])
 
 
 @pytest.mark.parametrize("aggregation", LossAggregation)
@@ -246,19 +263,4 @@ def test_importance_weights_multiply_loss_and_gradient_of_each_token(loss):
     loss_RT, weighted_info, weighted_RT = term(loss, weight_RT)
     torch.testing.assert_close(loss_RT, plain_RT * kept_RT)
     assert weighted_info == info
-    if loss != "gspo":  # where a token's loss pulls on the whole row
-        torch.testing.assert_close(weighted_RT, gradient_RT * kept_RT)
-
-
-def test_gspo_weighs_the_row_by_what_its_tokens_weigh():
-    """Within the range: each of n tokens gets sum(w) * A * r / n."""
-    algo = AlgoConfig(loss="gspo")
-    logp_RT = (OLD_RT + 0.1 * LOG_RATIO_RT[:, :2].repeat(1, 2)[:, :3]).requires_grad_()
-    weight_RT = torch.tensor([[0.5, 0.0, 9.0], [1.0, 2.0, 0.25]])
-    loss_RT, _ = compute_policy_loss(algo, logp_RT, OLD_RT, ADVANTAGE_RT, MASK_RT, weight_RT)
-    loss_RT.sum().backward()
-    first, second = math.exp(0.05), math.exp(-0.1)
-    expected_RT = torch.tensor(
-        [[-0.5 * 2 * first / 2] * 2 + [0.0], [3.25 * 1 * second / 3] * 3], dtype=torch.float32
-    )
-    torch.testing.assert_close(logp_RT.grad, expected_RT)
+    torch.testing.assert_close(weighted_RT, gradient_RT * kept_RT)

@@ -57,10 +57,9 @@ def _policy(algo, logp_N, old_N, advantage_N, turns):
     if algo.has_user_loss:  # that of examples/my_loss.py
         return -advantage_N * ratio_N.clamp(max=options["max_ratio"])
     low, high = 1 - options["clip_low"], 1 + options["clip_high"]
-    if algo.loss_traits.per_trajectory and len(logp_N):
-        ratio_N = (logp_N - old_N).mean().exp().expand_as(logp_N)
-    if algo.loss == "atpo" and turns:
-        means = [one_K.mean().expand_as(one_K) for one_K in (logp_N - old_N).detach().split(turns)]
+    if (algo.loss_traits.per_trajectory or algo.loss == "atpo") and turns:
+        sizes = [len(logp_N)] if algo.loss_traits.per_trajectory else turns
+        means = [one_K.mean().expand_as(one_K) for one_K in (logp_N - old_N).detach().split(sizes)]
         ratio_N = torch.cat(means).exp() * (logp_N - logp_N.detach() + 1)
     bound_N = ratio_N.clamp(low, high)
     if algo.loss == "future_kl":

@@ -176,6 +176,18 @@ def test_a_bonus_that_may_change_signs_is_a_warning():
     passes(egpo=EgpoConfig(lam=1.9))
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0.9), ("top_k", 20)])
+def test_sampling_from_a_part_of_the_vocabulary_is_a_warning(name, value):
+    config = TrainConfig()
+    setattr(config.rollout, name, value)
+    with pytest.warns(UserWarning, match=f"rollout.{name}={value}: .* engine and trainer"):
+        check_algo(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.total_steps, config.total_epochs = 0, 0  # nothing is trained
+        check_algo(config)
+
+
 def test_ares_has_its_own_kl():
     passes(**PAPER, **REWARD_KL)
     passes(**PAPER, **REWARD_KL | {"kl_coef": 0.0})
