@@ -11,7 +11,7 @@ from mega_agentrl.rollout.io.nodes import format_path
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.rollout import RolloutConfig
-    from mega_agentrl.rollout.agents.base import AgentHost
+    from mega_agentrl.rollout.agents.host import AgentHost
     from mega_agentrl.rollout.branching.policy import BranchPolicy
     from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.rollout.tracing import RolloutSpans

@@ -21,7 +21,8 @@ from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.report.trace_export import open_tracer
 from mega_agentrl.report.trackers.factory import open_trackers
-from mega_agentrl.rollout.agents.base import AgentHost
+from mega_agentrl.rollout.agents.agent_loop import AgentLoop
+from mega_agentrl.rollout.agents.host import AgentHost
 from mega_agentrl.rollout.gateway.server import Gateway
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.runtime.coordinator import Coordinator
@@ -124,7 +125,12 @@ def build(
             rubric=rubric,
             reward_model=reward_model,
             prompt_source=PromptSampler(
-                inputs.prompts, config.seed, weights=inputs.prompt_weights, order=config.data.order
+                inputs.prompts,
+                config.seed,
+                weights=inputs.prompt_weights,
+                order=config.data.order,
+                files=inputs.prompt_files,
+                accept_changed_rows=config.data.accept_changed_rows,
             ),
             critic=critic,
             validation_prompts=inputs.validation,
@@ -150,14 +156,21 @@ def build(
 def _start_gateway(
     inputs: RunInputs, stack: ExitStack, runner: asyncio.Runner | EventLoopThread
 ) -> AgentHost | None:
-    """Start the gateway of the user's agent, if there is one."""
+    """Start the gateway and the event loop of the user's agent, if there is one."""
     loaded = inputs.agents
     if loaded is None:
         return None
     gateway = Gateway(loaded.gateway)
     stack.callback(lambda: runner.run(gateway.close()))
     runner.run(gateway.start())
-    return AgentHost(agent=loaded.agent, gateway=gateway, timeout_s=loaded.timeout_s)
+    return AgentHost(
+        agent=loaded.agent,
+        gateway=gateway,
+        loop=stack.enter_context(AgentLoop()),
+        timeout_s=loaded.timeout_s,
+        max_concurrent=loaded.max_concurrent,
+        policy_errors=loaded.policy_errors,
+    )
 
 
 @contextmanager

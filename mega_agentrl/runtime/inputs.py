@@ -37,7 +37,7 @@ from mega_agentrl.data.sft_dataset import (
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.rollout.agents.base import AGENT_PART, agent_part_names
-from mega_agentrl.rollout.agents.load import load_agent
+from mega_agentrl.rollout.agents.load import check_agent_branching, load_agent
 from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.rollout.interaction.session import (
     InteractionRegistry,
@@ -54,7 +54,8 @@ from mega_agentrl.vision.processor import ImageProcessor, find_image_tokens
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.agents.base import LoadedAgent
+    from mega_agentrl.data.row_identity import FileDigest
+    from mega_agentrl.rollout.agents.host import LoadedAgent
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.mcp.server import ListedServer
     from mega_agentrl.tool.toolkit import ToolKit
@@ -86,6 +87,11 @@ class RunInputs:
     """Training prompts."""
     prompt_weights: tuple[float, ...]
     """Number of times that each training prompt occurs per epoch."""
+    total_steps: int
+    """Number of RL steps: `total_steps` of the configuration, or as many as `total_epochs` takes.
+    """
+    prompt_files: tuple[FileDigest, ...]
+    """Digests of the rows of the training files."""
     validation: tuple[Prompt, ...]
     """Held-out prompts."""
     dev: tuple[Prompt, ...]
@@ -127,7 +133,7 @@ class _DataTables:
 def read_inputs(
     config: TrainConfig, on_prompts_read: Callable[[], None] | None = None
 ) -> RunInputs:
-    """Read and check all inputs; with `config.total_epochs`, also set `config.total_steps`.
+    """Read and check all inputs.
 
     Cheap checks come first: the layout size (unless a cluster is joined), then the user's code and
     the rows of the data files, then everything that needs the tokenizer, whose import is slow.
@@ -160,10 +166,6 @@ def read_inputs(
     schemas = tools.schemas() if tools.uses_tool_messages else {}
     train = _encode_prompts(tables.train, config, "data.train", codec, schemas)
     validation = _encode_prompts(tables.validation, config, "data.validation", codec, schemas)
-    if config.total_epochs:
-        config.total_steps = ceil(
-            config.total_epochs * sum(train.weights) / config.data.prompts_per_step
-        )
     dev = _encode_prompts(tables.dev, config, "sft.dev_data", codec, schemas)
     if on_prompts_read is not None:
         on_prompts_read()
@@ -183,6 +185,8 @@ def read_inputs(
         images=images,
         prompts=train.prompts,
         prompt_weights=train.weights,
+        total_steps=_count_steps(config, train),
+        prompt_files=train.files,
         validation=validation.prompts,
         dev=dev.prompts,
         demonstrations=demonstrations,
@@ -190,6 +194,12 @@ def read_inputs(
         trigger_ids=_load_trigger_ids(config, codec),
         read_time_s=time.perf_counter() - start_s,
     )
+
+
+def _count_steps(config: TrainConfig, train: PromptDataset) -> int:
+    if not config.total_epochs:
+        return config.total_steps
+    return ceil(config.total_epochs * sum(train.weights) / config.data.prompts_per_step)
 
 
 def load_user_code(config: TrainConfig) -> UserCode:
@@ -213,6 +223,7 @@ def load_user_code(config: TrainConfig) -> UserCode:
     names += [tool.name for server in mcp_servers for tool in server.tools]
     interactions = load_interaction_registry(config.rollout.interaction_config_file, names)
     agents = load_agent(config.rollout.agent)
+    check_agent_branching(config.rollout)
     return UserCode(tools=tools, mcp_servers=mcp_servers, interactions=interactions, agents=agents)
 
 
@@ -223,11 +234,11 @@ def _read_tables(config: TrainConfig) -> _DataTables:
     train = read(parse_data_files(config.data.train, "data.train"), key="data.train")
     validation: Sequence[UnencodedPrompt] = ()
     if validation_files := parse_data_files(config.data.validation, "data.validation"):
-        validation = read(validation_files, key="data.validation")
+        validation = read(validation_files, key="data.validation", keep_repeats=True)
     dev: Sequence[UnencodedPrompt] = ()
     demonstrations: Sequence[Conversation] = ()
     if config.sft.max_steps:
-        dev = read([DataFile(config.sft.dev_data)], key="sft.dev_data")
+        dev = read([DataFile(config.sft.dev_data)], key="sft.dev_data", keep_repeats=True)
         demonstrations = read_conversations(
             config.sft.train_data, images=images, config=config.data
         )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import base64
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.images import ImageInput
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from mega_agentrl.config.sections.reward import RewardConfig
-    from mega_agentrl.rollout.gateway.server import Gateway
-    from mega_agentrl.rollout.gateway.settings import GatewaySettings
     from mega_agentrl.types.records import Message, Prompt
 
 AgentResult = float | Mapping[str, float] | None
@@ -27,20 +28,53 @@ AGENT_PART = "agent"
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class AgentTask:
-    """One attempt at a prompt, as the agent gets it."""
+    """One attempt at a prompt, as the agent gets it. The agent may change what it gets."""
 
     prompt: list[Message]
-    """The messages of the prompt, with images as parts `image_url`; without the ground truth."""
+    """The messages of the prompt, with images as parts `image_url`."""
     base_url: str
     """Address of the OpenAI APIs, ending in `/v1`."""
     api_key: str
     """Key of the session."""
     socket_path: Path
     """Unix socket of the gateway, for agents without a network."""
-    tools_kwargs: Mapping[str, Mapping[str, Any]]
-    """The prompt's arguments of tools."""
-    environment_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The prompt's `extra_info.environment_kwargs`."""
+    attempt_id: str
+    """Name of the attempt, unique within the run."""
+    attempt: int
+    """Number of the attempt in the group, from 0. A fork repeats its root, and has its number."""
+    data_source: str = ""
+    """The row's data source."""
+    ground_truth: Any = None
+    """The row's `reward_model.ground_truth`. The policy must not see it."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The row's `extra_info`."""
+    tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The row's arguments of tools."""
+
+    @property
+    def environment_kwargs(self) -> Mapping[str, Any]:
+        """The row's `extra_info.environment_kwargs`."""
+        return self.extra_info.get("environment_kwargs") or {}
+
+    @property
+    def seed(self) -> int:
+        """Seed of the row: its `environment_kwargs.seed`, else a hash of it.
+
+        All attempts at a prompt start from the same state, which the comparison within a group
+        needs, and a fork finds what its parent found.
+
+        Raises:
+            InputError: the row's seed is no integer.
+        """
+        seed = self.environment_kwargs.get("seed")
+        if seed is None:
+            row = json.dumps([self.prompt, self.environment_kwargs], sort_keys=True, default=str)
+            return int.from_bytes(hashlib.sha256(row.encode()).digest()[:4], "big") >> 1
+        try:
+            return int(seed)
+        except (TypeError, ValueError) as error:
+            name = "extra_info.environment_kwargs.seed"
+            raise InputError(name, seed, "an integer", "a column of another type") from error
 
 
 class Agent(Protocol):
@@ -53,29 +87,9 @@ class Agent(Protocol):
     async def run(self, task: AgentTask) -> AgentResult:
         """Run one attempt and return its reward, or several parts by name, or None.
 
-        Cancellation ends everything that the attempt has started. Any exception is a failed
-        attempt.
+        It runs on the event loop of the agents. Cancellation ends everything that the attempt has
+        started. An exception is a failed attempt, unless the policy causes it (`policy_errors`).
         """
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class LoadedAgent:
-    """The agent of a run, before its gateway exists."""
-
-    agent: Agent
-    gateway: GatewaySettings
-    timeout_s: float
-    """Maximum duration of an attempt."""
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
-class AgentHost:
-    """The agent of a run, and the gateway that serves it."""
-
-    agent: Agent
-    gateway: Gateway
-    timeout_s: float
-    """Maximum duration of an attempt."""
 
 
 def prompt_messages(prompt: Prompt) -> list[Message]:
@@ -97,6 +111,33 @@ def _api_part(part: Mapping[str, Any]) -> dict[str, Any]:
     kind = "jpeg" if data.startswith(b"\xff\xd8") else "png"
     url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+class PolicyError(Exception):
+    """The policy has written something with which the agent cannot go on.
+
+    Raised by an agent, it ends the attempt, which is scored like any other.
+
+    Args:
+        message: What was wrong, for the records.
+        result: What the agent would have returned; None gives no part of the reward.
+    """
+
+    def __init__(self, message: str = "", result: AgentResult = None) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class AgentCommandError(RuntimeError):
+    """The command of an attempt has failed.
+
+    Attributes:
+        class_name: Module and name of the exception that ended it; empty if it is not known.
+    """
+
+    def __init__(self, message: str, class_name: str = "") -> None:
+        super().__init__(message)
+        self.class_name = class_name
 
 
 class EnvironmentFailedError(RuntimeError):

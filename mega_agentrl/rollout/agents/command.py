@@ -8,24 +8,34 @@
         command: [node, agent.js]
         working_folder: /home/me/agent
 
-Each attempt is a process. It reads a JSON object with `prompt` (messages) and `tools_kwargs` from
+Each attempt is a process. It reads a JSON object with the prompt and the row (`TASK_FIELDS`) from
 its standard input, and finds the gateway in the environment variables that SDKs read:
 `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. Exit code 0 means
 that the attempt has ended. With `reads_reward`, the last line of its standard output is its reward,
 a JSON number or an object of parts; set it only if nothing that the policy wrote can be that line.
+
+Another exit code is a failure, unless the policy causes it (`policy_errors`). The class of the
+exception is that of Python's traceback at the end of the standard error, or in any language what
+the last line of the standard output names, `{"error": "PolicyError"}`.
+
+The end of what it writes goes to `logs/agents.log`, also if it succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
 from mega_agentrl.config.errors import ConfigError, check_range
-from mega_agentrl.rollout.agents.base import AgentResultError
+from mega_agentrl.rollout.agents.base import AgentCommandError, AgentResultError
 from mega_agentrl.sandbox.command import SandboxedCommand, start
+from mega_agentrl.sandbox.uid_lease import UID_RANGE, needs_dedicated_uid
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,12 +46,29 @@ if TYPE_CHECKING:
 GATEWAY_PORT = 8080
 """Port of the gateway on the loopback interface of the sandbox."""
 
+TASK_FIELDS = (
+    *("prompt", "tools_kwargs", "data_source", "ground_truth", "extra_info"),
+    *("environment_kwargs", "seed", "attempt", "attempt_id"),
+)
+"""Fields of `AgentTask` that a command reads from its standard input."""
+OUTPUT_LOG = "mega_agentrl.agent_output"
+"""Logger of what commands write."""
+
 _KEY = "rollout.agent"
 _MAX_LINE_BYTES = 1 << 20
+_MAX_LOGGED_CHARS = 8192
+_COMMANDS_PER_CORE = 16
+_MAX_COMMANDS = 400
+_NUM_OTHER_UIDS = 64
+"""User ids that are left for other sandboxes, if root starts the run."""
+_RAISED = re.compile(r"^[ \t]+\S.*\n([^\W\d]\w*(?:\.[^\W\d]\w*)*)(?::|$)", re.MULTILINE)
+"""The line of a Python traceback that names the exception; it follows an indented line."""
+_output_log = logging.getLogger(OUTPUT_LOG)
 
 
-class AgentCommandError(RuntimeError):
-    """The command of an attempt has failed."""
+def default_num_commands() -> int:
+    """Return how many commands may run at once on this machine, if the user sets no number."""
+    return min(_COMMANDS_PER_CORE * len(os.sched_getaffinity(0)), _MAX_COMMANDS)
 
 
 class CommandAgent:
@@ -97,6 +124,14 @@ class CommandAgent:
         self._environment = dict(environment or {})
         self._reads_reward = reads_reward
 
+    @property
+    def max_processes(self) -> int:
+        """How many attempts can run at once."""
+        is_isolated = self._arguments["isolation"] is not SandboxIsolation.none
+        if is_isolated and needs_dedicated_uid():
+            return len(UID_RANGE) - _NUM_OTHER_UIDS
+        return 1 << 16
+
     async def run(self, task: AgentTask) -> AgentResult:
         """Run the command to its end; cancellation kills everything that it started.
 
@@ -107,13 +142,23 @@ class CommandAgent:
         """
         process = await start(self._command(task), max_line_bytes=_MAX_LINE_BYTES)
         try:
-            last_line, _ = await asyncio.gather(_read_last_line(process), _send(process, task))
+            output, _ = await asyncio.gather(_read_tail(process), _send(process, task))
             code = await process.wait()
         finally:
             await process.kill()
+        _log_output(task.attempt_id, code, output, process.stderr_tail())
+        last_line = output.rstrip().rpartition(b"\n")[2]
         if code != 0:
-            raise AgentCommandError(f"{self.name}: exit code {code}{process.stderr_note()}")
+            raise self._error(code, last_line, process)
         return _parse_reward(last_line) if self._reads_reward else None
+
+    def _error(self, code: int, last_line: bytes, process: SandboxedProcess) -> AgentCommandError:
+        """Return the error of a command that has failed."""
+        name = _raised_class(last_line, process.stderr_tail())
+        what = f"raised {name}" if name else f"ended with an error: {self.name}"
+        return AgentCommandError(
+            f"the agent {what}: exit code {code}{process.stderr_note()}", class_name=name
+        )
 
     def _command(self, task: AgentTask) -> SandboxedCommand:
         arguments = dict(self._arguments)
@@ -140,10 +185,10 @@ def _choice(choices: Any, value: str, name: str) -> Any:
 
 
 async def _send(process: SandboxedProcess, task: AgentTask) -> None:
-    """Write the prompt; a command need not read it."""
-    body = {"prompt": task.prompt, "tools_kwargs": task.tools_kwargs}
+    """Write the task; a command need not read it."""
+    body = {name: getattr(task, name) for name in TASK_FIELDS}
     try:
-        process.stdin.write(json.dumps(body).encode() + b"\n")
+        process.stdin.write(json.dumps(body, default=str).encode() + b"\n")
         await process.stdin.drain()
     except ConnectionError:
         return
@@ -151,14 +196,35 @@ async def _send(process: SandboxedProcess, task: AgentTask) -> None:
         process.stdin.close()
 
 
-async def _read_last_line(process: SandboxedProcess) -> bytes:
-    """Read the standard output to its end; its length is not bounded, what is kept is."""
+async def _read_tail(process: SandboxedProcess) -> bytes:
+    """Read the standard output to its end; its length is not bounded, what is returned is."""
     tail = bytearray()
     while chunk := await process.stdout.read(_MAX_LINE_BYTES):
         tail += chunk
         if len(tail) > 2 * _MAX_LINE_BYTES:  # cut rarely, because it copies
             del tail[:-_MAX_LINE_BYTES]
-    return bytes(tail).rstrip().rpartition(b"\n")[2]
+    return bytes(tail)
+
+
+def _log_output(attempt_id: str, code: int, output: bytes, stderr: str) -> None:
+    """Log the ends of what a command has written, if anything."""
+    stdout = output[-4 * _MAX_LOGGED_CHARS :].decode("utf-8", "replace").strip()
+    for name, text in (("stdout", stdout), ("stderr", stderr)):
+        if text:
+            shown = text[-_MAX_LOGGED_CHARS:]
+            _output_log.info("%s, exit code %d, end of %s:\n%s", attempt_id, code, name, shown)
+
+
+def _raised_class(last_line: bytes, stderr: str) -> str:
+    """Return the name of the exception that ended a command; empty if there is none."""
+    try:
+        named = json.loads(last_line)["error"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        named = None
+    if isinstance(named, str):
+        return named[:200]
+    raised = _RAISED.findall(stderr)
+    return raised[-1] if raised else ""
 
 
 def _parse_reward(line: bytes) -> AgentResult:

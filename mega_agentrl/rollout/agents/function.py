@@ -1,4 +1,4 @@
-"""An agent that is a Python function of the user, run on the event loop of the rollouts.
+"""An agent that is a Python function of the user, run on the event loop of the agents.
 
 The function is trusted code in the process of the trainer. An ordinary function runs in a thread of
 its own, which cannot be ended: if it may hang, make it a command (`agents.command`).
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("prompt", "base_url", "api_key", "tools_kwargs")
 """Arguments of the function, passed by name if it has parameters of these names."""
+ROW_ARGUMENTS = (
+    *("data_source", "ground_truth", "extra_info", "environment_kwargs"),
+    *("seed", "attempt", "attempt_id"),
+)
+"""Further ones, which options of the same names replace."""
 
 
 class FunctionAgent:
@@ -41,30 +46,24 @@ class FunctionAgent:
         self.name = source_location(function)
         parameters = inspect.signature(function).parameters
         takes_all = any(item.kind is item.VAR_KEYWORD for item in parameters.values())
-        self._names = [name for name in ARGUMENTS if takes_all or name in parameters]
+        names = [*ARGUMENTS, *(name for name in ROW_ARGUMENTS if name not in options)]
+        self._names = [name for name in names if takes_all or name in parameters]
         try:
             inspect.signature(function).bind(**dict.fromkeys(self._names), **options)
         except TypeError as error:
             raise ConfigError(
                 key,
                 self.name,
-                f"a function of {', '.join(ARGUMENTS)} and of the options {sorted(options)}",
+                f"a function of any of {', '.join(names)} and of the options {sorted(options)}",
                 str(error),
             ) from error
         self._function = partial(function, **options)
         self._is_async = inspect.iscoroutinefunction(function)
 
     async def run(self, task: AgentTask) -> Any:
-        """Run the function and return what it returns.
-
-        Raises:
-            RuntimeError: the function called `sys.exit`, which would end the run.
-        """
+        """Run the function and return what it returns."""
         call = partial(self._function, **{name: getattr(task, name) for name in self._names})
-        try:
-            return await (call() if self._is_async else _call_in_thread(call))
-        except SystemExit as error:
-            raise RuntimeError(f"{self.name} called sys.exit({error.code!r})") from error
+        return await (call() if self._is_async else _call_in_thread(call))
 
 
 async def _call_in_thread(call: Callable[[], Any]) -> Any:

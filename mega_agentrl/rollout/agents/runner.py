@@ -3,7 +3,8 @@
 The agent runs once per trajectory and samples through a session of the gateway. When it ends, the
 session's contexts become the response of the trajectory. An agent that raises, exits with an error,
 runs out of time or returns something else than a reward is a failed trajectory, which is masked and
-counted, unless the policy had used up its budget or the context: then the agent could not go on.
+counted. It is scored like any other if the policy had used up its budget or the context, so that
+the agent could not go on, or if the policy causes the error (`policy_errors`).
 
 Where the branch policy asks after a tool's answer, the session samples a probe and may fork: a
 second instance of the agent starts from the same prompt and is answered from the record until that
@@ -14,8 +15,10 @@ given up: `run` returns None, and the tree starts another root.
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -23,18 +26,22 @@ import numpy as np
 
 from mega_agentrl.batch.tree_order import common_length
 from mega_agentrl.rollout.agents.base import (
+    AgentCommandError,
     AgentResultError,
     AgentTask,
     EnvironmentFailedError,
+    PolicyError,
     prompt_messages,
     reward_parts,
 )
+from mega_agentrl.rollout.agents.policy_errors import class_name
 from mega_agentrl.rollout.branching.fork import ForkDecider
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.gateway.record import SessionRecord
 from mega_agentrl.rollout.gateway.session import Probe, SessionScope
 from mega_agentrl.rollout.gateway.tools import SessionTools
 from mega_agentrl.rollout.tracing import TrajectorySpans
+from mega_agentrl.tool.blocking_calls import call_in_thread
 from mega_agentrl.types.records import (
     Role,
     StopReason,
@@ -56,6 +63,8 @@ if TYPE_CHECKING:
 
 _CANCEL_TIMEOUT_S = 10.0
 """Time that an agent has to end after its cancellation."""
+_MAX_ERROR_CHARS = 2000
+"""Longer texts of an agent's error are cut."""
 
 _log = logging.getLogger(__name__)
 
@@ -155,6 +164,14 @@ class AgentTrajectoryRunner:
         """Do nothing: an agent that has ended cannot be continued."""
 
     async def _run_session(self) -> Trajectory | None:
+        slots = self._host.slots
+        await self._spans.trace_wait("agent_slot", slots.acquire())
+        try:
+            return await self._run_in_slot()
+        finally:
+            slots.release()
+
+    async def _run_in_slot(self) -> Trajectory | None:
         key, session = self._host.gateway.open_session(self._scope)
         try:
             running = await self._run_agent(key, session)
@@ -189,11 +206,26 @@ class AgentTrajectoryRunner:
         if error is None and session.is_unused:
             error = AgentResultError("the agent ended without an answer of the policy")
         if error is not None:
-            stop_reason = session.limit_reached or StopReason.agent_failure
-            if isinstance(error, EnvironmentFailedError):
-                stop_reason = StopReason.agent_failure
-            return stop_reason, f"{type(error).__name__}: {error}", {}
+            return self._read_error(session, error)
         return session.stop_reason, session.failure, rewards
+
+    def _read_error(
+        self, session: AgentSession, error: BaseException
+    ) -> tuple[StopReason, str, dict[str, float]]:
+        """Return why an attempt ended whose agent raised, what it raised, and its reward."""
+        failure = _describe_error(error)
+        if isinstance(error, EnvironmentFailedError):
+            return StopReason.agent_failure, failure, {}
+        if limit := session.limit_reached:
+            return limit, failure, {}
+        has_engine_failed = session.is_unused or session.stop_reason.is_failure
+        if has_engine_failed or not self._host.policy_errors.contains(error):
+            return StopReason.agent_failure, failure, {}
+        result = error.result if isinstance(error, PolicyError) else None
+        try:
+            return StopReason.policy_error, failure, reward_parts(result)
+        except AgentResultError as bad_result:
+            return StopReason.agent_failure, _describe_error(bad_result), {}
 
     @property
     def _timeout_s(self) -> float:
@@ -224,16 +256,23 @@ class AgentTrajectoryRunner:
 
     async def _start_agent(self, key: str) -> AgentResult:
         """Run the agent; an image of the prompt that is gone fails the attempt."""
-        gateway = self._host.gateway
-        task = AgentTask(
-            prompt=await asyncio.to_thread(prompt_messages, self._prompt),
+        task = await call_in_thread(self._make_task, key)
+        return await self._host.loop.run(partial(self._host.agent.run, task))
+
+    def _make_task(self, key: str) -> AgentTask:
+        prompt, gateway = self._prompt, self._host.gateway
+        return AgentTask(
+            prompt=prompt_messages(prompt),
             base_url=f"{gateway.url}/v1",
             api_key=key,
             socket_path=gateway.socket_path,
-            tools_kwargs=self._prompt.tools_kwargs,
-            environment_kwargs=self._prompt.extra_info.get("environment_kwargs") or {},
+            attempt_id=self._scope.trajectory_id,
+            attempt=self.path[0],
+            data_source=prompt.data_source,
+            ground_truth=copy.deepcopy(prompt.ground_truth),
+            extra_info=copy.deepcopy(prompt.extra_info),
+            tools_kwargs=copy.deepcopy(prompt.tools_kwargs),
         )
-        return await self._host.agent.run(task)
 
     async def _cancel_agent(self, running: asyncio.Future[AgentResult]) -> None:
         running.cancel()
@@ -261,12 +300,13 @@ class AgentTrajectoryRunner:
                 failure, stop_reason = str(error), StopReason.tool_failure
         response = session.build_response()
         self.replayed_spans = session.replayed_spans(response)
-        if stop_reason.is_failure:
+        if stop_reason.is_failure or stop_reason is StopReason.policy_error:
             failure = failure or session.failure
-            _log.warning("%s: %s: %s", self._scope.trajectory_id, stop_reason, failure)
-            outcome = ToolOutcome(
-                tool="agent", status=ToolStatus.infra_error, answer=failure, latency_s=0.0
-            )
+            is_failure = stop_reason.is_failure
+            level = logging.WARNING if is_failure else logging.INFO
+            _log.log(level, "%s: %s: %s", self._scope.trajectory_id, stop_reason, failure)
+            status = ToolStatus.infra_error if is_failure else ToolStatus.user_error
+            outcome = ToolOutcome(tool="agent", status=status, answer=failure, latency_s=0.0)
             response.token_buffer.append_observation((), "", outcome)
         return Trajectory(
             trajectory_id=self._scope.trajectory_id,
@@ -327,6 +367,18 @@ class AgentTrajectoryRunner:
             )
             self._num_children += 1
             self._on_fork(child)
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return what ended an attempt, bounded: the policy may have written the text of the error."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  the class is the user's
+        text = "(its text cannot be read)"
+    text = text if len(text) <= _MAX_ERROR_CHARS else f"{text[:_MAX_ERROR_CHARS]}..."
+    if isinstance(error, AgentCommandError | AgentResultError):
+        return text
+    return f"the agent raised {class_name(type(error))}: {text}"
 
 
 def set_fork_lengths(

@@ -9,7 +9,6 @@ network is an infrastructure error. `page_text` describes the text of a page.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import json
 import socket
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.blocking_calls import call_in_thread
 from mega_agentrl.tool.browse.page_fetcher import PageFetcher
 from mega_agentrl.tool.browse.page_text import PageTextExtractor
 from mega_agentrl.tool.browse.url_rules import UrlRules, resolve_host
@@ -100,7 +100,7 @@ class BrowseTool(Tool):
     async def start(self) -> None:
         """Open the cache; raises `ValueError` if it cannot be written."""
         if self._cache is not None:
-            await asyncio.to_thread(self._cache.open)
+            await call_in_thread(self._cache.open)
 
     def close_now(self) -> None:
         """End the processes that parse pages, and close the cache; pages in progress fail."""
@@ -126,7 +126,7 @@ class BrowseTool(Tool):
             )
         budget = self._max_response_tokens
         num_words = estimate_max_words(text, self._codec, budget)
-        window = await asyncio.to_thread(text_from_best_window, text, query, num_words)
+        window = await call_in_thread(text_from_best_window, text, query, num_words)
         response_text = truncate_to_tokens(window, self._codec, budget) or EMPTY_PAGE_MESSAGE
         return ToolResponse(text=response_text, metrics={"cached": float(cached)})
 

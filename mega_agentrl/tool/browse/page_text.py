@@ -25,6 +25,7 @@ from mega_agentrl.sandbox.worker_pool import (
     WorkerTimeoutError,
     make_worker_call,
 )
+from mega_agentrl.tool.blocking_calls import call_in_thread
 from mega_agentrl.tool.browse.url_rules import PageRefusedError, RefusalReason
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class PageTextExtractor:
             source = decode_body(page.body, page.charset)
             text = source if isinstance(source, str) else source.decode("utf-8", "replace")
             return text.strip()[:MAX_TEXT_CHARS]
-        await asyncio.to_thread(self._start_once)
+        await call_in_thread(self._start_once)
         arguments = {"body": b64encode(page.body).decode("ascii"), "charset": page.charset}
         try:
             answer = self._pool.submit(_WORKER_FUNCTION, arguments)

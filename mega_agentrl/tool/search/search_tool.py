@@ -9,12 +9,12 @@ timeout, a failing server is an infrastructure error.
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.blocking_calls import call_in_thread
 from mega_agentrl.tool.search.local_index import is_writable, open_or_build_index
 from mega_agentrl.tool.search.remote import RemoteSearch
 from mega_agentrl.tool.snippet import truncate_to_tokens
@@ -77,10 +77,10 @@ class SearchTool(Tool):
         if self._remote is not None:
             self._remote.check_api_key()
             if self._cache is not None:
-                await asyncio.to_thread(self._cache.open)
+                await call_in_thread(self._cache.open)
             return
         corpus = Path(self._config.source)
-        self._index = await asyncio.to_thread(
+        self._index = await call_in_thread(
             lambda: open_or_build_index(corpus, self._index_dir(corpus))
         )
 
@@ -111,7 +111,7 @@ class SearchTool(Tool):
             return await self._remote.search(query, self._config.top_k)
         if self._index is None:
             raise RuntimeError("tool search: execute was called before start")
-        return await asyncio.to_thread(self._index.search, query, self._config.top_k)
+        return await call_in_thread(self._index.search, query, self._config.top_k)
 
     def _index_dir(self, corpus: Path) -> Path:
         if self._fallback_dir is None or is_writable(corpus.parent):

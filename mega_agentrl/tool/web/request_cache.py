@@ -14,6 +14,8 @@ import unicodedata
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from mega_agentrl.tool.blocking_calls import call_in_thread
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -93,11 +95,11 @@ class RequestCache:
     ) -> tuple[str, bool]:
         if self._cache is None:
             return await fetch(), False
-        cached = await asyncio.to_thread(self._cache.get, key)
+        cached = await call_in_thread(self._cache.get, key)
         if cached is not None:
             return cached, True
         value = await fetch()
-        await asyncio.to_thread(self._cache.put, key, value)
+        await call_in_thread(self._cache.put, key, value)
         return value, False
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 
 import pytest
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.rollout.agents.command import CommandAgent
+from mega_agentrl.rollout.agents.command import OUTPUT_LOG, CommandAgent
 from mega_agentrl.types.records import StopReason
 from tests.rollout.agents.test_runner import grow
 from tests.rollout.gateway.chat_policy import ChatPolicy
@@ -43,6 +44,31 @@ async def test_command_reaches_the_gateway_and_returns_parts(codec):
     assert sum(trajectory.loss_mask) > 0
     content = trajectory.response_text.rpartition("</think>")[2]
     assert trajectory.tool_rewards == {"agent.length": float(len(content))}
+
+
+async def test_command_reads_the_row_from_its_standard_input(codec):
+    program = f"{ASK}\nprint(json.dumps({{'level': task['extra_info']['level']}}))"
+    checks = """
+assert task["data_source"] == "games" and task["ground_truth"] == ["a", "b"], task
+assert task["environment_kwargs"] == {} and task["tools_kwargs"] == {}, task
+assert (task["attempt"], type(task["seed"])) == (0, int) and "/" in task["attempt_id"], task
+"""
+    row = {"data_source": "games", "ground_truth": ("a", "b"), "extra_info": {"level": 3}}
+    agent = agent_of(program + checks, reads_reward=True)
+    trajectory = await run_agent(codec, agent, prompt=row)
+    assert trajectory.tool_rewards == {"agent.level": 3.0}
+
+
+async def test_output_of_a_command_is_logged_when_it_succeeds(codec, caplog):
+    caplog.set_level(logging.INFO, logger=OUTPUT_LOG)
+    program = f"{ASK}\nprint('y' * 100_000 + 'step 3')\nprint('careful', file=sys.stderr)"
+    trajectory = await run_agent(codec, agent_of(program))
+    assert trajectory.stop_reason is StopReason.eos
+    stdout, stderr = (record.getMessage() for record in caplog.records if record.name == OUTPUT_LOG)
+    assert stdout.startswith(trajectory.trajectory_id)
+    assert stdout.endswith("ystep 3")
+    assert len(stdout) < 10_000
+    assert stderr.endswith("careful")
 
 
 async def test_reward_line_may_come_in_pieces(codec):

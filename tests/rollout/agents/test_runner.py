@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import aiohttp
@@ -17,12 +17,14 @@ import pytest
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.enums import Branching, CallProtocol
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.agents.base import AgentHost
+from mega_agentrl.rollout.agents.agent_loop import AgentLoop
 from mega_agentrl.rollout.agents.function import FunctionAgent
+from mega_agentrl.rollout.agents.host import AgentHost
+from mega_agentrl.rollout.agents.policy_errors import PolicyErrors
 from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.toolkit import ToolKit
-from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.errors import FirstCallsFailedError, RankLostError
 from mega_agentrl.types.records import Role, Score, StopReason
 from tests.fakes import make_context
 from tests.rollout.chat_run import make_kit, prompt_for
@@ -42,11 +44,21 @@ async def post(base_url, api_key, path, body):
         return answer
 
 
+async def get_tools(base_url, api_key):
+    """The schemas of the run's tools."""
+    headers = {"authorization": f"Bearer {api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.get(f"{base_url}/tools") as response,
+    ):
+        return await response.json()
+
+
 async def adding_agent(prompt, base_url, api_key, note=None):
     """Run the tools that the policy calls, until it calls none."""
-    messages = list(prompt)
+    messages, tools = list(prompt), await get_tools(base_url, api_key)
     while True:
-        body = {"model": "m", "messages": messages}
+        body = {"model": "m", "messages": messages, "tools": tools}
         answer = await post(base_url, api_key, "/chat/completions", body)
         message = answer["choices"][0]["message"]
         messages.append(message)
@@ -59,12 +71,31 @@ async def adding_agent(prompt, base_url, api_key, note=None):
             return float(len(messages))
 
 
+@asynccontextmanager
+async def open_agent_loop(**options):
+    """The event loop of agents; it is closed in a thread, since its agents use this loop."""
+    with AgentLoop(**options) as loop:
+        yield loop
+        await asyncio.to_thread(loop.close)
+
+
 async def grow(
-    codec, agent, *, policy=None, kit=None, options=None, timeout_s=300.0, row=None, **config
+    codec,
+    agent,
+    *,
+    policy=None,
+    kit=None,
+    options=None,
+    timeout_s=300.0,
+    max_concurrent=1000,
+    policy_errors=(),
+    row=None,
+    prompt=None,
+    **config,
 ):
     """The tree of one prompt, sampled by an agent, a function or a whole one.
 
-    row: `environment_kwargs` of the prompt.
+    row: `environment_kwargs` of the prompt. prompt: changes of it.
     """
     kit = kit or make_kit(codec)
     defaults = {
@@ -75,10 +106,17 @@ async def grow(
         "max_turns": 12,
         "max_tool_calls": 20,
     }
-    async with open_gateway() as gateway:
+    async with open_gateway() as gateway, open_agent_loop() as loop:
         if inspect.isfunction(agent):
             agent = FunctionAgent(agent, options or {})
-        host = AgentHost(agent=agent, gateway=gateway, timeout_s=timeout_s)
+        host = AgentHost(
+            agent=agent,
+            gateway=gateway,
+            loop=loop,
+            timeout_s=timeout_s,
+            max_concurrent=max_concurrent,
+            policy_errors=PolicyErrors(policy_errors),
+        )
         context = make_context(
             RolloutConfig(**(defaults | config)),
             generator=policy or ChatPolicy(codec),
@@ -87,8 +125,8 @@ async def grow(
             max_model_len=10_000,
             agents=host,
         )
-        prompt = prompt_for(codec, kit, extra_info={"environment_kwargs": row or {}})
-        tree = await sample_tree(context, prompt, "p0")
+        changes = {"extra_info": {"environment_kwargs": row or {}}, **(prompt or {})}
+        tree = await sample_tree(context, prompt_for(codec, kit, **changes), "p0")
         assert gateway.num_sessions == 0
     return tree
 
@@ -275,7 +313,7 @@ async def test_tools_answer_from_the_record_until_the_fork(codec):
 
     protocol = CallProtocol.hermes
     kit = ToolKit([add], control_tokens=codec.control_tokens, protocol=protocol)
-    policy = ChatPolicy(codec, call_rate=0.8)
+    policy = ChatPolicy(codec, call_rate=0.9)
     unlimited = {"max_turns": 1000, "max_response_tokens": 9000, "max_tool_calls": 1000}
     tree = await grow(codec, adding_agent, policy=policy, kit=kit, **BRANCHING, **unlimited)
     assert tree.num_forks > 0
@@ -300,9 +338,10 @@ async def test_forks_of_an_agent_with_two_contexts_train_every_sampled_token_onc
     async def alternating(prompt, base_url, api_key):
         main = list(prompt)
         sub = [{"role": "system", "content": "sub"}, {"role": "user", "content": "go"}]
+        tools = await get_tools(base_url, api_key)
         for number in range(4):
             for messages in (main, sub):
-                body = {"model": "m", "messages": messages}
+                body = {"model": "m", "messages": messages, "tools": tools}
                 answer = await post(base_url, api_key, "/chat/completions", body)
                 message = answer["choices"][0]["message"]
                 messages.append(message)
@@ -363,6 +402,80 @@ async def test_tool_failure_fails_the_attempt_although_the_agent_goes_on(codec):
         assert first.stop_reason is StopReason.tool_failure
         assert reason in first.failure_reason
         look.create = fail_create
+
+
+async def test_tool_whose_first_calls_all_fail_ends_the_run_and_not_only_the_attempts(codec):
+    @tool
+    async def add(a: int, b: int) -> int:
+        """A tool with an error in its code."""
+        raise KeyError("table")
+
+    kit = ToolKit(
+        [add],
+        control_tokens=codec.control_tokens,
+        protocol=CallProtocol.hermes,
+        watched={"add"},
+        max_failed_first_calls=2,
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        await grow(codec, adding_agent, kit=kit, policy=ChatPolicy(codec, call_rate=1))
+    assert caught.group_contains(FirstCallsFailedError)
+
+
+async def test_agent_gets_the_row_of_its_prompt(codec):
+    rows = []
+
+    async def reads_the_row(
+        prompt, base_url, api_key, data_source, ground_truth, extra_info, seed, attempt, **others
+    ):
+        body = {"model": "m", "messages": prompt}
+        await post(base_url, api_key, "/chat/completions", body)
+        rows.append((data_source, ground_truth, extra_info, seed, attempt, others))
+        extra_info["environment_kwargs"]["level"] = 9  # a copy: the next attempt does not see it
+
+    row = {
+        "data_source": "games",
+        "ground_truth": {"moves": ["a", 1]},
+        "extra_info": {"index": "u1", "environment_kwargs": {"level": 2}},
+        "tools_kwargs": {"add": {"create_kwargs": {"x": 1}}},
+    }
+    await grow(codec, reads_the_row, prompt=row, group_size=3)
+    for source, truth, extra, _, _, others in rows:
+        assert (source, truth) == ("games", {"moves": ["a", 1]})
+        assert extra["index"] == "u1"
+        assert others["environment_kwargs"] == extra["environment_kwargs"]
+        assert others["tools_kwargs"] == row["tools_kwargs"]
+    assert sorted(attempt for *_, attempt, _ in rows) == [0, 1, 2]
+    assert len({seed for _, _, _, seed, _, _ in rows}) == 1
+    assert len({others["attempt_id"] for *_, others in rows}) == 3
+    assert row["extra_info"]["environment_kwargs"] == {"level": 2}
+
+
+async def test_row_may_set_the_seed_and_the_configuration_may_replace_a_part_of_the_row(codec):
+    seen = []
+
+    async def agent(prompt, base_url, api_key, seed, data_source):
+        await post(base_url, api_key, "/chat/completions", {"model": "m", "messages": prompt})
+        seen.append((seed, data_source))
+
+    await grow(codec, agent, row={"seed": 7}, options={"data_source": "mine"}, group_size=1)
+    assert seen == [(7, "mine")]
+    tree = await grow(codec, agent, row={"seed": "seven"}, group_size=1)
+    assert "extra_info.environment_kwargs.seed" in tree.trajectories[0].failure_reason
+
+
+async def test_fork_gets_the_attempt_number_and_the_seed_of_its_root(codec):
+    seen = {}
+
+    async def agent(prompt, base_url, api_key, attempt, seed, attempt_id):
+        seen[attempt_id] = (attempt, seed)
+        return await adding_agent(prompt, base_url, api_key)
+
+    tree = await grow(codec, agent, policy=ChatPolicy(codec, call_rate=0.9), **BRANCHING)
+    assert tree.num_forks > 0
+    for trajectory in tree.trajectories:
+        root = next(item for item in tree.trajectories if item.path == trajectory.path[:1])
+        assert seen[trajectory.trajectory_id] == seen[root.trajectory_id]
 
 
 async def test_fork_that_ends_before_its_parent_forked_is_given_up(codec):

@@ -1,0 +1,33 @@
+"""Threads for blocking calls of the run's own code, such as caches and the search index.
+
+asyncio's default executor has few threads, and the user's code may fill it with calls that take
+seconds (`asyncio.to_thread`). What the run itself needs to go on must not queue behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+_NUM_THREADS = 16
+
+
+async def call_in_thread(
+    function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
+) -> ResultT:
+    """Call a function in one of the threads, and return what it returns."""
+    call = partial(function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_executor(), call)
+
+
+@cache
+def _executor() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="blocking-calls")
