@@ -77,6 +77,12 @@ def answer_of_call(call_id: str) -> str:
     return match[1] if match else ""
 
 
+def index_of_call(call_id: str) -> int | None:
+    """Return the number of a call in its answer; None for other ids."""
+    match = re.fullmatch(r"call_\d{1,9}_(\d{1,9})", call_id)
+    return int(match[1]) if match else None
+
+
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ChatRequest:
     """A request for the next message of the assistant."""
@@ -103,6 +109,13 @@ class ChatRequest:
     """Number of messages at the start that requests with `previous_answer_id` do not inherit."""
     inherits_tools: bool = False
     """Whether the tools are those of the request of `previous_answer_id`."""
+    forbids_calls: bool = False
+    """Whether the answer must not call a tool (`tool_choice: "none"`)."""
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the client reads calls from the answer's own field, and not from its text."""
+        return bool(self.tools) and not self.forbids_calls
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

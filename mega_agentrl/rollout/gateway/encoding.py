@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
-from mega_agentrl.tool.call_protocol.hermes import format_call
+from mega_agentrl.tool.call_protocol.hermes import opened_reasoning, split_reasoning
+from mega_agentrl.tool.call_protocol.json_call import format_call
 from mega_agentrl.types.errors import ToolSessionError
-from mega_agentrl.types.records import ToolOutcome, ToolStatus
+from mega_agentrl.types.records import AssistantText, ToolOutcome, ToolStatus
 from mega_agentrl.vision.placeholders import content_parts, content_text, image_parts
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import ChatCodec, ImageLoader, ToolProvider
     from mega_agentrl.types.records import Message, ToolCall
+
+
+_NUM_PROMPT_END_TOKENS = 8
+"""Tokens at the end of a block in which the generation prompt may open the reasoning."""
 
 
 class BlockEncoder:
@@ -78,6 +83,23 @@ class BlockEncoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled tokens."""
         return self._codec.decode(token_ids)
+
+    def split_answer(
+        self, context_ids: Sequence[int], text: str, *, takes_calls: bool
+    ) -> AssistantText:
+        """Take the text of an answer apart.
+
+        Args:
+            context_ids: Tokens before the answer, at least those of the generation prompt.
+            text: The text of the sampled tokens.
+            takes_calls: Whether calls are taken out of the text. Otherwise the agent, which has
+                described its tools in the prompt, reads them there.
+        """
+        text = opened_reasoning(self.decode(context_ids[-_NUM_PROMPT_END_TOKENS:])) + text
+        if takes_calls:
+            return self._tools.split_turn(text)
+        reasoning, content = split_reasoning(text)
+        return AssistantText(reasoning=reasoning, content=content, calls=())
 
     def shown_text(self, message: Message) -> str:
         """Return the text of a message as the policy sees it, with labels for images."""

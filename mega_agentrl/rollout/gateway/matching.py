@@ -4,6 +4,7 @@ Clients do not send a history back byte for byte. These differences do not chang
 
 * white space around a text, and `\r\n` for `\n`;
 * a text as a string, or as one or several content parts; `null` or a missing content;
+* calls in the text, as the policy wrote them, or in a field of their own;
 * reasoning that is dropped, summarised, sent as a field of its own, or left in the text;
 * ids of tool calls, and the JSON form of their arguments: key order, spaces, escapes,
   `1.0` for `1`, large integers rounded to doubles;
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mega_agentrl.tool.call_protocol.hermes import split_reasoning
+from mega_agentrl.tool.call_protocol.hermes import HermesProtocol, split_reasoning
 from mega_agentrl.vision.placeholders import content_parts
 
 if TYPE_CHECKING:
@@ -37,12 +38,21 @@ MAX_EXACT_INT = 2**53
 """Largest integer up to which a double represents all."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
+_PROTOCOL = HermesProtocol(())
 _ROLE_ALIASES = {"developer": "system", "function": "tool"}
 
 
 def assistant_key(content: Any, calls: Iterable[ToolCall]) -> bytes:
-    """Return the key of a message of the assistant; reasoning in the content is ignored."""
-    text = split_reasoning(_plain_text(content))[1]
+    """Return the key of a message of the assistant; reasoning in the content is ignored.
+
+    Without `calls`, those in the content count: an agent that reads them there may write them anew.
+    """
+    text, calls = _plain_text(content), tuple(calls)
+    if calls:
+        text = split_reasoning(text)[1]
+    else:
+        parts = _PROTOCOL.split_turn(text)
+        text, calls = parts.content, parts.calls
     named = [[call.tool, _normalize_numbers(call.arguments)] for call in calls]
     return _digest(["assistant", text, named])
 

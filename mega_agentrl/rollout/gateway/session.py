@@ -230,14 +230,20 @@ class AgentSession:
             raise self._budget_error(StopReason.call_limit)
         call = asyncio.create_task(self.scope.tools.call(name, arguments))
         self._tool_calls.add(call)
-        call.add_done_callback(self._tool_calls.discard)
+        call.add_done_callback(self._on_tool_done)
         try:
             return await call
         except asyncio.CancelledError:
             self._check_open()
             raise
-        except INFRA_ERRORS as error:
+        except Exception as error:
             raise GatewayError(ErrorKind.engine_failed, f"tool {name}: {error}") from error
+
+    def _on_tool_done(self, call: asyncio.Task[ToolOutcome]) -> None:
+        self._tool_calls.discard(call)
+        error = None if call.cancelled() else call.exception()
+        if error is not None and not isinstance(error, INFRA_ERRORS):
+            self._set_fatal(error)  # all first calls have failed, or a bug
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -532,12 +538,12 @@ class AgentSession:
         self, pending: _PendingRequest, generation: Generation, *, is_replayed: bool
     ) -> ChatAnswer:
         """Add sampled tokens to the tree and return the answer for the client."""
-        tools = self.scope.context.tools
         text = self.encoder.decode(generation.token_ids)
         stop = generation.stop_string
         if stop is not None:
             text = text[: text.rindex(stop)] if stop in text else text
-        parts = tools.split_turn(text)
+        takes_calls = pending.request.takes_calls
+        parts = self.encoder.split_answer(pending.block.token_ids, text, takes_calls=takes_calls)
         finish = AnswerFinish.tool_calls if parts.calls else AnswerFinish.stop
         if generation.finish_reason is FinishReason.length:
             finish = AnswerFinish.length

@@ -68,13 +68,16 @@ class ChatClient:
         "function": {"name": "add", "description": DESCRIPTION, "parameters": PARAMETERS},
     }
     settings: ClassVar = {"temperature": 0.1, "top_p": 0.5}
+    zeros: ClassVar = {"temperature": 0, "top_p": 0, "seed": 0}
+    no_calls: ClassVar = "none"
 
     def __init__(self, url: str, key: str, **options: Any) -> None:
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, **options)
 
     async def ask(self, history: list[Any], **options: Any) -> Reply:
+        options = {"tools": [self.tool], **options}
         completion = await self.client.chat.completions.create(
-            model="m", messages=history, tools=[self.tool], **options
+            model="m", messages=history, **options
         )
         return self._reply(completion)
 
@@ -159,14 +162,15 @@ class ResponsesClient:
         "strict": False,
     }
     settings: ClassVar = {"temperature": 0.1, "top_p": 0.5}
+    zeros: ClassVar = {"temperature": 0, "top_p": 0, "top_logprobs": 0}
+    no_calls: ClassVar = "none"
 
     def __init__(self, url: str, key: str, **options: Any) -> None:
         self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, **options)
 
     async def ask(self, history: list[Any], **options: Any) -> Reply:
-        response = await self.client.responses.create(
-            model="m", input=history, tools=[self.tool], **options
-        )
+        options = {"tools": [self.tool], **options}
+        response = await self.client.responses.create(model="m", input=history, **options)
         return self._reply(response)
 
     async def stream(self, history: list[Any]) -> Reply:
@@ -240,13 +244,16 @@ class AnthropicClient:
     tool_calls = "tool_use"
     tool: ClassVar = {"name": "add", "description": DESCRIPTION, "input_schema": PARAMETERS}
     settings: ClassVar = {"extra_body": {"temperature": 0.1, "top_p": 0.5}}
+    zeros: ClassVar = {"extra_body": {"temperature": 0, "top_p": 0, "top_k": 0}}
+    no_calls: ClassVar = {"type": "none"}
 
     def __init__(self, url: str, key: str, **options: Any) -> None:
         self.client = anthropic.AsyncAnthropic(base_url=url, api_key=key, **options)
 
     async def ask(self, history: list[Any], **options: Any) -> Reply:
+        options = {"tools": [self.tool], **options}
         message = await self.client.messages.create(
-            model="m", max_tokens=1000, messages=history, tools=[self.tool], **options
+            model="m", max_tokens=1000, messages=history, **options
         )
         return self._reply(message)
 

@@ -10,6 +10,7 @@ from anthropic import beta_async_tool, omit
 
 from mega_agentrl.rollout.gateway.dialects.anthropic import AnthropicMessages
 from mega_agentrl.types.records import ToolCall, ToolStatus
+from mega_agentrl.vision.placeholders import content_text
 from tests.rollout.chat_run import call
 from tests.rollout.gateway.gateway_run import check_one_context, open_scripted_session
 from tests.rollout.gateway.sdk_clients import AnthropicClient
@@ -125,6 +126,29 @@ async def test_thinking_has_a_signature_in_answers_and_in_streams(codec):
     assert blocks[0].signature
 
 
+BILLING = "x-anthropic-billing-header: cc_version=2; cch=1f"
+
+
+@pytest.mark.parametrize(
+    ("system", "shown"),
+    [
+        (f"{BILLING}\nYou are careful.", ["You are careful."]),
+        ([{"type": "text", "text": f"{BILLING}\nYou are careful."}], ["You are careful."]),
+        ([{"type": "text", "text": BILLING}, {"type": "text", "text": "Add."}], ["Add."]),
+        (f"You are Claude Code.\n{BILLING}\r\nBe careful.", ["You are Claude Code.\nBe careful."]),
+        (BILLING, []),
+        (f"{BILLING}\n", []),
+        (f"What is {BILLING}?", [f"What is {BILLING}?"]),
+    ],
+    ids=["text", "block", "own block", "in between", "alone", "with its end", "mentioned"],
+)
+def test_only_the_line_that_numbers_requests_leaves_the_system_prompt(system, shown):
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": "m", "max_tokens": 9, "system": system, "messages": messages}
+    *first, _ = AnthropicMessages().parse_request(json.dumps(body).encode()).messages
+    assert [content_text(message["content"]) for message in first] == shown
+
+
 def test_request_becomes_a_conversation():
     image = {
         "type": "image",
@@ -171,8 +195,8 @@ def test_request_becomes_a_conversation():
             "content": [{"type": "text", "text": "So."}],
             "tool_calls": calls,
         },
-        {"role": "tool", "content": [seen], "name": "see"},
         {"role": "tool", "content": "", "name": "add", "is_error": True},
+        {"role": "tool", "content": [seen], "name": "see"},
         {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
         {"role": "system", "content": [{"type": "text", "text": "Be short."}]},
     )

@@ -15,6 +15,7 @@ A request may name an earlier answer of the session and send only what follows i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -36,6 +37,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     fixed_settings,
     function_schema,
     make_call,
+    order_results,
     sse_event,
 )
 from mega_agentrl.types.records import Message
@@ -60,8 +62,8 @@ _REFUSED = ("mcp_servers", "container")
 _SIGNATURE = "bWVnYV9hZ2VudHJs"
 """Signature of all thinking, which clients send back and nobody reads."""
 
-_BILLING_HEADER = "x-anthropic-billing-header:"
-"""Start of a block of the system prompt in which Claude Code numbers its requests."""
+_BILLING_LINE = re.compile(r"^x-anthropic-billing-header:.*\n?", re.MULTILINE)
+"""Line of the system prompt in which Claude Code numbers its requests."""
 
 
 class _Text(msgspec.Struct, tag_field="type", tag="text"):
@@ -216,8 +218,7 @@ def _chat_request(body: _Body) -> ChatRequest:
         raise invalid_request("messages", [], "at least one message")
     system: list[Message] = []
     texts = [_Text(body.system)] if isinstance(body.system, str) else body.system or []
-    texts = [block for block in texts if not block.text.startswith(_BILLING_HEADER)]
-    if texts:
+    if texts := _without_billing_lines(texts):
         system.append({"role": "system", "content": _parts(texts, "system")})
     previous_id = ""
     if body.thread is not None and body.thread.type == "continue":
@@ -229,7 +230,7 @@ def _chat_request(body: _Body) -> ChatRequest:
                 "the id of a message, and neither system nor tools, which a thread keeps",
             )
     return ChatRequest(
-        messages=(*system, *_messages(body.messages)),
+        messages=(*system, *order_results(_messages(body.messages))),
         tools=tuple(
             _schema(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())
         ),
@@ -241,13 +242,21 @@ def _chat_request(body: _Body) -> ChatRequest:
         warnings=_warnings(body),
         previous_answer_id=previous_id,
         inherits_tools=bool(previous_id),
+        forbids_calls=body.tool_choice is not None and body.tool_choice.type == "none",
     )
+
+
+def _without_billing_lines(blocks: Sequence[_Text]) -> list[_Text]:
+    """Return the blocks of a system prompt without lines that differ from request to request."""
+    texts = [(block.text, _BILLING_LINE.sub("", block.text)) for block in blocks]
+    return [_Text(rest) for text, rest in texts if rest.strip() or not text.strip()]
 
 
 def _warnings(body: _Body) -> tuple[str, ...]:
     warnings = fixed_settings(body, _FIXED_SETTINGS)
     choice = body.tool_choice
-    if choice is not None and (choice.type != "auto" or choice.disable_parallel_tool_use):
+    is_usual = choice is None or choice.type in ("auto", "none")
+    if not is_usual or (choice and choice.disable_parallel_tool_use):
         warnings.append("tool_choice has no effect: the policy chooses")
     return tuple(warnings)
 
@@ -272,6 +281,7 @@ def _messages(messages: Sequence[_Message]) -> list[Message]:
             if result and result[-1]["role"] == "assistant":
                 result[-1]["content"] += answer["content"]
                 result[-1]["tool_calls"] += answer["tool_calls"]
+                result[-1]["call_ids"] += answer["call_ids"]
             else:
                 result.append(answer)
         else:
@@ -281,16 +291,22 @@ def _messages(messages: Sequence[_Message]) -> list[Message]:
 
 def _assistant_message(blocks: Sequence[_Block], key: str) -> Message:
     texts: list[dict[str, Any]] = []
-    calls = []
+    calls, call_ids = [], []
     for index, block in enumerate(blocks):
         match block:
             case _Text():
                 texts.append({"type": "text", "text": block.text})
             case _ToolUse():
                 calls.append(make_call(block.name, block.input))
+                call_ids.append(block.id)
             case _Image() | _ToolResult():
                 raise invalid_request(f"{key}[{index}]", "an input", "a block of the assistant")
-    return {"role": "assistant", "content": texts, "tool_calls": tuple(calls)}
+    return {
+        "role": "assistant",
+        "content": texts,
+        "tool_calls": tuple(calls),
+        "call_ids": tuple(call_ids),
+    }
 
 
 def _input_messages(
@@ -303,7 +319,7 @@ def _input_messages(
         match block:
             case _ToolResult() if role == "user":
                 content = _parts(block.content or "", f"{key}[{index}].content")
-                result: Message = {"role": "tool", "content": content}
+                result: Message = {"role": "tool", "content": content, "call_id": block.tool_use_id}
                 if block.tool_use_id in tool_names:
                     result["name"] = tool_names[block.tool_use_id]
                 if block.is_error:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import base64
 import binascii
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_request
+from mega_agentrl.rollout.gateway.chat import (
+    ErrorKind,
+    GatewayError,
+    index_of_call,
+    invalid_request,
+)
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
+    from mega_agentrl.types.records import Message
 
 BodyT = TypeVar("BodyT")
 
@@ -93,8 +100,38 @@ def fixed_settings(body: msgspec.Struct, names: Iterable[str]) -> list[str]:
     return [
         f"{name} has no effect: the run sets it"
         for name in names
-        if getattr(body, name) not in (None, False)
+        if getattr(body, name) is not None and getattr(body, name) is not False  # 0 is a setting
     ]
+
+
+def order_results(messages: Iterable[Message]) -> tuple[Message, ...]:
+    """Return a conversation in which the results of parallel calls stand in the order of the calls.
+
+    Clients send them in the order in which they became ready. The policy does not see the ids, so
+    it would read them under the wrong calls. A result has its `call_id` and a turn of the assistant
+    its `call_ids`, which are removed. Results of unknown calls follow the others.
+    """
+    ordered: list[Message] = []
+    call_ids: Sequence[str] = ()
+    for is_result, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        group_messages = [dict(message) for message in group]
+        if is_result:
+            keyed = [
+                (_call_rank(item.pop("call_id", ""), call_ids), item) for item in group_messages
+            ]
+            group_messages = [item for _, item in sorted(keyed, key=lambda pair: pair[0])]
+        else:
+            for item in group_messages:
+                call_ids = item.pop("call_ids", ())
+        ordered += group_messages
+    return tuple(ordered)
+
+
+def _call_rank(call_id: str, call_ids: Sequence[str]) -> tuple[int, int]:
+    if call_id in call_ids:
+        return 0, call_ids.index(call_id)
+    index = index_of_call(call_id)  # of a turn that the client does not repeat
+    return (1, 0) if index is None else (0, index)
 
 
 def check_token_limit(limit: int | None, key: str) -> None:

@@ -31,6 +31,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     fixed_settings,
     function_schema,
     make_call,
+    order_results,
     sse_event,
 )
 from mega_agentrl.types.records import Message
@@ -171,6 +172,7 @@ class OpenAIChat:
                 )
             },
             warnings=_warnings(request),
+            forbids_calls=request.tool_choice == "none",
         )
 
     def render_answer(self, answer: ChatAnswer, request: ChatRequest) -> Any:
@@ -227,7 +229,7 @@ class OpenAIChat:
 
 def _warnings(request: _Body) -> tuple[str, ...]:
     warnings = fixed_settings(request, _FIXED_SETTINGS)
-    if request.tool_choice not in (None, "auto"):
+    if request.tool_choice not in (None, "auto", "none"):
         warnings.append("tool_choice has no effect: the policy chooses")
     if request.parallel_tool_calls is False:
         warnings.append("parallel_tool_calls has no effect: the policy chooses")
@@ -245,7 +247,7 @@ def _messages(messages: Sequence[_ChatMessage]) -> tuple[Message, ...]:
     tool_names = {
         call.id: call.function.name for message in messages for call in message.tool_calls or ()
     }
-    return tuple(
+    return order_results(
         _message(message, f"messages[{index}]", tool_names)
         for index, message in enumerate(messages)
     )
@@ -270,9 +272,12 @@ def _message(message: _ChatMessage, key: str, tool_names: Mapping[str, str]) -> 
         result["tool_calls"] = tuple(
             make_call(call.function.name, call.function.arguments) for call in message.tool_calls
         )
-    name = message.name or tool_names.get(message.tool_call_id or "")
-    if name and result["role"] == "tool":
-        result["name"] = name
+        result["call_ids"] = [call.id for call in message.tool_calls]
+    if result["role"] == "tool":
+        result["call_id"] = message.tool_call_id or ""
+        name = message.name or tool_names.get(result["call_id"])
+        if name:
+            result["name"] = name
     return result
 
 

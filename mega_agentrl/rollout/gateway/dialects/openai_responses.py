@@ -39,6 +39,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     fixed_settings,
     function_schema,
     make_call,
+    order_results,
     sse_event,
 )
 from mega_agentrl.rollout.gateway.dialects.openai_chat import OPENAI_ERRORS
@@ -144,6 +145,7 @@ class OpenAIResponses:
             warnings=_warnings(request),
             previous_answer_id=(request.previous_response_id or "").removeprefix("resp_"),
             num_instructions=len(instructions),
+            forbids_calls=request.tool_choice == "none",
         )
 
     def render_answer(self, answer: ChatAnswer, request: ChatRequest) -> Any:
@@ -208,7 +210,7 @@ def _echoed(request: _Body) -> dict[str, Any]:
 
 def _warnings(request: _Body) -> tuple[str, ...]:
     warnings = fixed_settings(request, _FIXED_SETTINGS)
-    if request.tool_choice not in (None, "auto"):
+    if request.tool_choice not in (None, "auto", "none"):
         warnings.append("tool_choice has no effect: the policy chooses")
     if request.parallel_tool_calls is False:
         warnings.append("parallel_tool_calls has no effect: the policy chooses")
@@ -226,7 +228,7 @@ def _schema(value: Mapping[str, Any], key: str) -> dict[str, Any]:
     return function_schema(tool.name, tool.description, tool.parameters, key)
 
 
-def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
+def _messages(items: str | Sequence[Mapping[str, Any]]) -> Sequence[Message]:
     """Return the messages of an input; the items of one turn of the assistant are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -249,7 +251,7 @@ def _messages(items: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             conversation.messages.append(message)
         else:
             raise invalid_request(f"{key}.type", kind, "a message, or a call of a function")
-    return conversation.messages
+    return order_results(conversation.messages)
 
 
 class _Conversation:
@@ -270,7 +272,8 @@ class _Conversation:
         previous, position = _TURN_ORDER.get(self._last_kind, 0), _TURN_ORDER[kind]
         self._last_kind = kind
         if not is_open or previous > position or (kind == "message" and previous == position):
-            self.messages.append({"role": "assistant", "content": "", "tool_calls": ()})
+            turn = {"role": "assistant", "content": "", "tool_calls": (), "call_ids": ()}
+            self.messages.append(turn)
         return self.messages[-1]
 
     def add_call(self, call: _CallItem) -> None:
@@ -281,12 +284,14 @@ class _Conversation:
         if turn is None:
             turn = self.open_turn("function_call")
         turn["tool_calls"] += (make_call(call.name, call.arguments),)
+        turn["call_ids"] += (call.call_id,)
         if answer:
             self._turn_by_answer[answer] = turn
 
     def add_output(self, item: _OutputItem, key: str) -> None:
         """Add the output of a call."""
-        message: Message = {"role": "tool", "content": _parts(item.output, f"{key}.output")}
+        content = _parts(item.output, f"{key}.output")
+        message: Message = {"role": "tool", "content": content, "call_id": item.call_id or ""}
         name = item.name or self._tool_names.get(item.call_id or "")
         if name:
             message["name"] = name
