@@ -82,6 +82,11 @@ class ShuffledIndexStream:
             self._position += len(chunk)
         return indices
 
+    def start_epoch(self, epoch: int) -> None:
+        """Continue with the first index of an epoch."""
+        self._epoch, self._position = epoch, 0
+        self._order = self._epoch_order(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain JSON values."""
         state: dict[str, Any] = {

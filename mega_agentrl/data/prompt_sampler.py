@@ -4,9 +4,9 @@ Every prompt occurs once per epoch or according to its weight (`index_stream`): 
 file, times its learnability (`learnability_weights`) under `PromptOrder.difficulty`. A rule may
 exclude prompts from an epoch; they are skipped, and the order of the others does not change. A
 prompt that was returned is in flight until `ack` or `nack`. The state holds the position in the
-stream, the prompts in flight or requeued, the recorded accuracies, and a digest of prompt ids,
-weights and order, which detects the state of another dataset. It does not hold the exclusion rule.
-Methods may be called from several threads.
+stream, the prompts in flight or requeued, the recorded accuracies, a digest of prompt ids, weights
+and order, and a digest of the rows of each file, which detect the state of another dataset. It does
+not hold the exclusion rule. Methods may be called from several threads.
 
 To add an order, add a member to `config.enums.PromptOrder`, compute its weights in `PromptSampler`
 and test its properties in `tests/data/test_prompt_sampler.py`.
@@ -15,18 +15,25 @@ and test its properties in `tests/data/test_prompt_sampler.py`.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from mega_agentrl.config.enums import PromptOrder
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.index_stream import ShuffledIndexStream
+from mega_agentrl.data.row_identity import FileDigest
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt
 
+_log = logging.getLogger(__name__)
 _STATE_KEYS = ("accuracies", "digest", "in_flight", "num_excluded", "requeued", "stream")
+_FILES_KEY = "files"
+"""Key of the digests of files, which the states of older versions lack."""
 
 ExclusionRule = Callable[[int], Collection[str]]
 """Maps an epoch, counted from 0, to the ids of the prompts to exclude from it."""
@@ -72,6 +79,8 @@ class PromptSampler:
         *,
         weights: Sequence[float] | None = None,
         order: PromptOrder = PromptOrder.shuffled,
+        files: Sequence[FileDigest] = (),
+        accept_changed_rows: bool = False,
     ) -> None:
         """Create the sampler at the start of epoch 0.
 
@@ -80,6 +89,9 @@ class PromptSampler:
             seed: seed of the order.
             weights: mean number of times that each prompt occurs per epoch; None for once.
             order: how to order and weigh the prompts.
+            files: digests of the files of the prompts; without any, changed rows are not detected.
+            accept_changed_rows: whether a state of other rows starts its epoch anew; otherwise it
+                is an error.
         """
         if not prompts:
             raise InputError("prompts", 0, "at least 1", "an empty dataset")
@@ -109,6 +121,8 @@ class PromptSampler:
         if not is_plain or order is not PromptOrder.shuffled:
             ids += f"\n{order} {self._weights}"
         self._digest = hashlib.sha256(ids.encode()).hexdigest()
+        self._files = tuple(files)
+        self._accept_changed_rows = accept_changed_rows
 
     @property
     def prompts(self) -> tuple[Prompt, ...]:
@@ -181,20 +195,31 @@ class PromptSampler:
                 "num_excluded": self.num_excluded,
                 "accuracies": {str(index): value for index, value in self._accuracies.items()},
                 "digest": self._digest,
+                _FILES_KEY: [[file.path, file.digest] for file in self._files],
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where the state was saved, starting with the prompts in flight."""
-        if set(state) != set(_STATE_KEYS):
+        """Continue exactly where the state was saved, starting with the prompts in flight.
+
+        If the rows of a file have changed and this is accepted, the epoch of the state starts anew,
+        and recorded accuracies are lost.
+
+        Raises:
+            ValueError: the state is damaged, or of another dataset or order.
+        """
+        if set(state) - {_FILES_KEY} != set(_STATE_KEYS):
             expected, cause = f"the keys {list(_STATE_KEYS)}", "it is from another version"
             raise InputError("sampler state", sorted(state), expected, cause)
+        if changed_files := self._changed_files(state.get(_FILES_KEY) or ()):
+            self._start_epoch_anew(state, changed_files)
+            return
         if state["digest"] != self._digest:
             raise InputError(
                 "sampler state, digest",
                 state["digest"][:12],
                 self._digest[:12],
-                "data.train is not the dataset the run was saved with, or its weights or "
-                "data.order have changed",
+                "data.train is not the dataset the run was saved with, or its weights, data.order "
+                "or the number of overlong prompts have changed",
             )
         requeued = [int(index) for index in (*state["in_flight"], *state["requeued"])]
         accuracies = {int(index): float(value) for index, value in state["accuracies"].items()}
@@ -207,6 +232,33 @@ class PromptSampler:
             )
         self._stream.load_state_dict(state["stream"])
         self._requeued, self._in_flight, self._accuracies = requeued, [], accuracies
+        self._epoch_exclusion, self.num_excluded = None, int(state["num_excluded"])
+
+    def _changed_files(self, saved: Sequence[Sequence[str]]) -> list[str]:
+        """Return the files whose rows are not those of a state; [] if either has no digests."""
+        if not saved or not self._files:
+            return []
+        pairs = zip_longest(saved, [(file.path, file.digest) for file in self._files])
+        return [
+            str((now or before)[0])
+            for before, now in pairs
+            if before is None or now is None or before[1] != now[1]
+        ]
+
+    def _start_epoch_anew(self, state: Mapping[str, Any], changed_files: Sequence[str]) -> None:
+        names = ", ".join(changed_files)
+        if not self._accept_changed_rows:
+            raise ConfigError(
+                "data.train",
+                f"other rows in {names}",
+                "the rows that the run was saved with, in their order; "
+                "data.accept_changed_rows=true starts the epoch anew with the rows as they are",
+                "the file was written again since the last checkpoint, or an image that it names",
+            )
+        epoch = int(state["stream"]["epoch"])
+        _log.warning("data.train: other rows in %s; epoch %s starts anew with them", names, epoch)
+        self._stream.start_epoch(epoch)
+        self._requeued, self._in_flight, self._accuracies = [], [], {}
         self._epoch_exclusion, self.num_excluded = None, int(state["num_excluded"])
 
     def _epoch_weights(self) -> list[float]:

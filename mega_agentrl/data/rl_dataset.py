@@ -6,8 +6,9 @@ see `types.ground_truth`), and optionally `extra_info` (a struct with `index`, `
 `need_tools_kwargs` and `interaction_kwargs`). The keys of `tools_kwargs` select the prompt's tools;
 without any it gets all tools, with a warning if `need_tools_kwargs` is set. `tools` (a JSON list of
 function schemas) replaces the schemas of the run's tools in the chat template. The prompt id is
-`data_source/index`; the index defaults to the row number over all files. `data.image_key` and
-`data.video_key` name columns of images and videos (see `prompt_images`).
+`data_source/index`; the index defaults to the row number over all files. Rows with the same id are
+one prompt or get ids of their own (see `row_identity`). `data.image_key` and `data.video_key` name
+columns of images and videos (see `prompt_images`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ from mega_agentrl.config.sections.data import DataFile
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from mega_agentrl.data.prompt_template import PromptTemplate
 from mega_agentrl.data.remote_files import fetch_to_cache
+from mega_agentrl.data.row_identity import (
+    FileDigest,
+    PromptIds,
+    digest_files,
+    prompt_fingerprint,
+)
 from mega_agentrl.data.table_reader import check_columns, drop_nulls, plain_value, read_rows
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
 from mega_agentrl.errors import InputError
@@ -53,6 +60,8 @@ class PromptDataset:
     num_dropped: int = 0
     """Number of prompts that were dropped because they were too long."""
     num_truncated: int = 0
+    files: tuple[FileDigest, ...] = ()
+    """Digests of the files, overlong prompts included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class _LocatedRow:
     """Setting, file and row, for error messages."""
     row_index: int
     """Row number over all files, from 0."""
+    file: str
+    """Path or URL of the file, or the user's dataset class."""
     file_weight: float
     """Sampling weight of the file."""
     folder: Path | None = None
@@ -79,8 +90,12 @@ class UnencodedPrompt:
     """The prompt without token ids; its tool schemas are those of the row."""
     location: str
     """Setting, file and row, for error messages."""
+    file: str
+    """Path or URL of the file, or the user's dataset class."""
     file_weight: float
     """Sampling weight of the file."""
+    fingerprint: bytes
+    """Hash of the row's content."""
 
 
 def load_prompts(
@@ -92,9 +107,17 @@ def load_prompts(
     tool_schemas: Mapping[str, Mapping[str, Any]] | None = None,
     cache_folder: Path | None = None,
     images: PromptImageReader | None = None,
+    keep_repeats: bool = False,
 ) -> PromptDataset:
     """Read and tokenize the prompts of files: `read_prompts`, then `encode_prompts`."""
-    unencoded = read_prompts(files, config, key=key, cache_folder=cache_folder, images=images)
+    unencoded = read_prompts(
+        files,
+        config,
+        key=key,
+        cache_folder=cache_folder,
+        images=images,
+        keep_repeats=keep_repeats,
+    )
     return encode_prompts(unencoded, codec, config, key=key, tool_schemas=tool_schemas)
 
 
@@ -105,8 +128,11 @@ def read_prompts(
     key: str,
     cache_folder: Path | None = None,
     images: PromptImageReader | None = None,
+    keep_repeats: bool = False,
 ) -> list[UnencodedPrompt]:
     """Read the prompts of files.
+
+    Equal rows with the same index are one prompt, with the largest weight of their files.
 
     Args:
         files: the files with their weights.
@@ -114,26 +140,53 @@ def read_prompts(
         key: configuration key of the files, for error messages.
         cache_folder: folder for local copies of remote files; None refuses these.
         images: reads the images of the rows; None for a model of text, which refuses them.
+        keep_repeats: whether each repeated row is in the result, with the id of the first, as
+            another sample of its question.
 
     Raises:
         ValueError: a file, the template or the dataset class cannot be read, a row is malformed,
-            an image cannot be used, or two rows have the same id.
+            or an image cannot be used.
     """
     template = PromptTemplate(config.prompt_template) if config.prompt_template else None
-    prompts_by_id: dict[str, UnencodedPrompt] = {}
+    ids = PromptIds()
+    prompts: list[UnencodedPrompt] = []
+    place_by_id: dict[str, int] = {}
+    without_tools: list[str] = []
     for row in _iter_rows(files, config, key, cache_folder):
         prompt = _parse_prompt(row, config, template, images)
-        unencoded = UnencodedPrompt(prompt, row.location, row.file_weight)
-        first = prompts_by_id.setdefault(prompt.prompt_id, unencoded)
-        if first is not unencoded:
-            raise InputError(
-                row.location,
-                f"id {prompt.prompt_id} a second time, first in {first.location}",
-                f"extra_info.index unique within a {config.reward_fn_key}, over all files",
+        fingerprint = prompt_fingerprint(prompt)
+        name, is_first = ids.assign(prompt.prompt_id, fingerprint, row.location)
+        if prompt.extra_info.get("need_tools_kwargs") and not prompt.tools_kwargs:
+            without_tools.append(row.location)
+        if is_first or keep_repeats:
+            place_by_id.setdefault(name, len(prompts))
+            prompt = replace(prompt, prompt_id=name)
+            prompts.append(
+                UnencodedPrompt(prompt, row.location, row.file, row.file_weight, fingerprint)
             )
+        elif row.file_weight > prompts[place_by_id[name]].file_weight:
+            place = place_by_id[name]
+            prompts[place] = replace(prompts[place], file_weight=row.file_weight)
+    ids.report(
+        key,
+        "repeated rows count as further samples"
+        if keep_repeats
+        else "a repeated row does not count, a weight of its file does (path@2)",
+    )
+    _report_missing_tools(without_tools, key)
     if images is not None:
         images.verify()
-    return list(prompts_by_id.values())
+    return prompts
+
+
+def _report_missing_tools(locations: Sequence[str], key: str) -> None:
+    """Log one line about rows that say that they need tools_kwargs and have none."""
+    if locations:
+        _log.warning(
+            "%s: %s rows set need_tools_kwargs without tools_kwargs, so their prompts get all "
+            "tools; the first is %s",
+            *(key, len(locations), locations[0]),
+        )
 
 
 def encode_prompts(
@@ -176,7 +229,8 @@ def encode_prompts(
         )
         for prompt, offered, ids in zip(prompts, tools, encoded, strict=True)
     ]
-    return _apply_length_limit(encoded_prompts, unencoded, codec, config, key)
+    dataset = _apply_length_limit(encoded_prompts, unencoded, codec, config, key)
+    return replace(dataset, files=digest_files((item.file, item.fingerprint) for item in unencoded))
 
 
 def _check_tools_rendered(codec: ChatCodec, tools: Sequence[Sequence[Mapping[str, Any]]]) -> None:
@@ -224,12 +278,12 @@ def _iter_rows(
         for number, values in enumerate(user_rows):
             where = f"{key}, data.dataset_class={config.dataset_class} index {number}"
             check_columns(values, columns, where)
-            yield _LocatedRow(values, where, number, 1.0)
+            yield _LocatedRow(values, where, number, config.dataset_class, 1.0)
         return
     for file, path in local.items():
         for row in read_rows(path, key=key, columns=columns):
             where = f"{key}={file.path} {row.place}"
-            yield _LocatedRow(row.values, where, number, file.weight, Path(path).parent)
+            yield _LocatedRow(row.values, where, number, file.path, file.weight, Path(path).parent)
             number += 1
 
 
@@ -279,12 +333,6 @@ def _parse_prompt(
     tools_kwargs = _parse_struct(extra.pop("tools_kwargs", None), f"{where}, tools_kwargs")
     for name, kwargs in tools_kwargs.items():
         _parse_struct(kwargs, f"{where}, tools_kwargs of {name}")
-    if extra.get("need_tools_kwargs") and not tools_kwargs:
-        _log.warning(
-            "%s: need_tools_kwargs is set, but there are no tools_kwargs, so the prompt gets all "
-            "tools; index %s, data source %s",
-            *(where, extra.get("index", row.row_index), source),
-        )
     return Prompt(
         prompt_id=f"{source}/{extra.get('index', row.row_index)}",
         data_source=source,

@@ -39,6 +39,7 @@ class EvalResult:
 
     num_questions: int
     num_samples: int
+    """Samples per question, of the question with the most rows if rows repeat questions."""
     reward: float
     reward_se: float
     """Standard error of the reward, from the spread of the questions' means."""
@@ -102,7 +103,7 @@ def evaluate_validation_set(
     `save_trees` is called with the name suffix ("" or "_greedy") and the trees of each pass.
     """
     settings = config.evaluate
-    questions = components.validation_prompts[: settings.num_questions or None]
+    questions = first_questions(components.validation_prompts, settings.num_questions)
     sampled = evaluate(
         components,
         config,
@@ -124,6 +125,14 @@ def evaluate_validation_set(
             save_trees=None if save_trees is None else partial(save_trees, "_greedy"),
         )
     return ValidationResult(sampled=sampled, greedy=greedy)
+
+
+def first_questions(prompts: Sequence[Prompt], num_questions: int) -> list[Prompt]:
+    """Return the prompts of the first questions, all rows of each; 0 returns all prompts."""
+    chosen = set(
+        list(dict.fromkeys(prompt.prompt_id for prompt in prompts))[: num_questions or None]
+    )
+    return [prompt for prompt in prompts if prompt.prompt_id in chosen]
 
 
 def evaluate(
@@ -190,7 +199,14 @@ def sample_trees(
 
 
 def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> EvalResult:
-    """Return the means over the answers of finished trees."""
+    """Return the means over the answers of finished trees.
+
+    Trees of prompts with the same id are answers to one question.
+
+    Args:
+        trees: the trees.
+        num_samples: answers in each tree.
+    """
     reward: defaultdict[str, list[float]] = defaultdict(list)
     question_means: list[float] = []
     success: defaultdict[str, list[float]] = defaultdict(list)
@@ -198,24 +214,30 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
     correct_by_question: defaultdict[str, list[list[bool]]] = defaultdict(list)
     failures_by_source: defaultdict[str, FailureCounts] = defaultdict(FailureCounts)
     means_by_source: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    trees_by_question: defaultdict[str, list[RolloutTree]] = defaultdict(list)
     for tree in trees:
-        for name in _source_names(tree.prompt):
-            failures_by_source[name] += count_failures([tree])
-        scores = [t.score for t in tree.trajectories if t.score is not None]
+        trees_by_question[tree.prompt.prompt_id].append(tree)
+    for prompt_id, question_trees in trees_by_question.items():
+        names = _source_names(question_trees[0].prompt)
+        for name in names:
+            failures_by_source[name] += count_failures(question_trees)
+        trajectories = [t for tree in question_trees for t in tree.trajectories]
+        scores = [t.score for t in trajectories if t.score is not None]
         if not scores:
             continue
         values = [score.value for score in scores]
         is_correct = [float(score.correct) for score in scores]
         question_means.append(_mean(values))
         all_scores += zip(values, is_correct, strict=True)
-        for name in ("", *_source_names(tree.prompt)):
+        for name in ("", *names):
             correct_by_question[name].append([score.correct for score in scores])
-            means_by_source[name][tree.prompt.prompt_id] = _mean(values), _mean(is_correct)
-        for name in _source_names(tree.prompt):
+            means_by_source[name][prompt_id] = _mean(values), _mean(is_correct)
+        for name in names:
             reward[name] += values
             success[name] += is_correct
+    num_samples *= max(map(len, trees_by_question.values()), default=1)
     return EvalResult(
-        num_questions=len(trees),
+        num_questions=len(trees_by_question),
         num_samples=num_samples,
         reward=_mean([value for value, _ in all_scores]),
         reward_se=_standard_error(question_means),

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_agentrl.train.evaluate import EvalResult, evaluate
+from mega_agentrl.train.evaluate import EvalResult, evaluate, first_questions
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
@@ -130,7 +130,7 @@ def _evaluate_dev_set(
         return evaluate(
             components,
             config,
-            components.dev_prompts[: config.evaluate.num_questions or None],
+            first_questions(components.dev_prompts, config.evaluate.num_questions),
             num_samples=1,
             temperature=config.rollout.temperature,
             name=f"dev-{step}",

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import PromptOrder
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.prompt_sampler import MIN_LEARNABILITY, PromptSampler, learnability_weights
+from mega_agentrl.data.row_identity import FileDigest
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt
 
@@ -175,6 +177,64 @@ def test_other_orders_record_no_accuracies():
         assert caught.value.got == accuracy
 
 
+def sampler_of(*files, count=10, **options):
+    digests = [FileDigest(path, digest) for path, digest in files]
+    return PromptSampler(prompts(count), seed=3, files=digests, **options)
+
+
+SAVED = (("a.parquet", "1"), ("b.parquet", "2"))
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        pytest.param((("a.parquet", "1"), ("b.parquet", "3")), "b.parquet", id="replaced"),
+        pytest.param(
+            (("b.parquet", "2"), ("a.parquet", "1")), "b.parquet, a.parquet", id="reordered"
+        ),
+        pytest.param((("a.parquet", "1"),), "b.parquet", id="removed"),
+        pytest.param((*SAVED, ("c.parquet", "4")), "c.parquet", id="added"),
+    ],
+)
+def test_changed_rows_are_an_error_that_names_the_file(files, named):
+    state = json.loads(json.dumps(sampler_of(*SAVED).state_dict()))
+    with pytest.raises(ConfigError) as caught:
+        sampler_of(*files).load_state_dict(state)
+    assert (caught.value.key, caught.value.got) == ("data.train", f"other rows in {named}")
+    assert "data.accept_changed_rows" in caught.value.expected
+
+
+def test_a_file_that_was_moved_has_the_same_rows():
+    saved = sampler_of(*SAVED)
+    taken = names(saved.next_prompts(4))
+    moved = sampler_of(("/disk/a.parquet", "1"), ("/disk/b.parquet", "2"))
+    moved.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert names(moved.next_prompts(4)) == taken
+
+
+def test_accepted_changes_start_the_epoch_anew_so_that_it_misses_no_prompt(caplog):
+    saved = sampler_of(*SAVED, order=PromptOrder.difficulty)
+    saved.ack(saved.next_prompts(14))
+    saved.record_accuracies({"q/1": 0.0})
+    changed = sampler_of(("a.parquet", "7"), count=6, accept_changed_rows=True)
+    changed.load_state_dict(json.loads(json.dumps(saved.state_dict())))
+    assert changed.num_epochs == 1.0
+    assert sorted(names(changed.next_prompts(6))) == sorted(names(prompts(6)))
+    assert changed.epoch == 1
+    (record,) = caplog.records
+    assert record.args == ("a.parquet, b.parquet", 1)
+
+
+def test_the_state_of_a_version_without_digests_of_files_is_continued():
+    saved = sampler_of(*SAVED)
+    saved.ack(saved.next_prompts(4))
+    state = saved.state_dict()
+    del state["files"]
+    continued = sampler_of(("a.parquet", "7"))
+    continued.load_state_dict(state)
+    assert names(continued.next_prompts(3)) == names(saved.next_prompts(3))
+
+
 accuracies = st.dictionaries(st.integers(0, 9), st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=4)
 orders = st.sampled_from(list(PromptOrder))
 
@@ -264,7 +324,7 @@ def test_concurrent_threads_lose_no_prompt():
     assert sum(counts.values()) == 800
     assert max(counts.values()) - min(counts.values()) <= 2
     assert not sampler.state_dict()["in_flight"]
-    assert all(len(set(state)) == 6 for state in states[-1:])
+    assert all(len(set(state)) == 7 for state in states[-1:])
 
 
 def test_learnability_by_hand():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from decimal import Decimal
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -52,9 +53,16 @@ def load(tmp_path, rows, **options):
     return load_files([DataFile(str(path))], **options)
 
 
-def load_files(files, schemas=None, codec=None, **options):
+def load_files(files, schemas=None, codec=None, keep_repeats=False, **options):
     config = DataConfig(**({"max_prompt_tokens": 3} | options))
-    return load_prompts(files, codec or WordCodec(), config, key="data.train", tool_schemas=schemas)
+    return load_prompts(
+        files,
+        codec or WordCodec(),
+        config,
+        key="data.train",
+        tool_schemas=schemas,
+        keep_repeats=keep_repeats,
+    )
 
 
 def test_a_row_becomes_a_prompt(tmp_path):
@@ -168,14 +176,15 @@ def test_tools_that_are_no_list_of_schemas_are_refused(tmp_path, cell):
     assert caught.value.got == cell
 
 
-def test_missing_tools_kwargs_are_a_warning_where_they_are_needed(tmp_path, caplog):
-    rows = numbered("a", "b", "c", "d")
-    for each, need in zip(rows, (None, False, True, True), strict=True):
+def test_missing_tools_kwargs_are_one_line_with_a_count_where_they_are_needed(tmp_path, caplog):
+    """As in the 10,000 rows of ARPO's train_10k.parquet."""
+    rows = numbered(*"abcdef")
+    for each, need in zip(rows, (None, False, True, True, True, True), strict=True):
         each["extra_info"]["need_tools_kwargs"] = need
-    rows[3]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
+    rows[5]["extra_info"]["tools_kwargs"] = {"python": {"create_kwargs": {"k": 1}}}
     load(tmp_path, rows)
     (record,) = caplog.records
-    assert f"data.train={tmp_path}/train.parquet row 3" in record.getMessage()
+    assert record.args == ("data.train", 3, f"data.train={tmp_path}/train.parquet row 3")
 
 
 def numbered(*texts):
@@ -196,11 +205,100 @@ def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
         load(tmp_path, numbered("a b c d"), truncation=Truncation.drop)
 
 
-def test_two_rows_with_one_id_are_refused(tmp_path):
-    with pytest.raises(InputError) as caught:
-        load(tmp_path, [row(), row()])
-    assert caught.value.name.endswith("row 2")
-    assert "id s/5" in caught.value.got and caught.value.got.endswith("row 1")
+def dapo_row(index, question, answer):
+    """A row as DAPO-Math-17k and AIME-2024 have it."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+REPEATED = [dapo_row("u1", "one", "34"), dapo_row("u2", "two", "5")] * 3
+
+
+def test_repeated_rows_of_training_data_are_one_prompt_with_a_line_that_counts_them(
+    tmp_path, caplog
+):
+    found = load(tmp_path, REPEATED)
+    assert [prompt.prompt_id for prompt in found.prompts] == ["math_dapo/u1", "math_dapo/u2"]
+    assert found.weights == (1.0, 1.0)
+    (record,) = caplog.records
+    assert record.args[:3] == ("data.train", 6, 2)
+
+
+def test_repeated_rows_of_validation_data_are_samples_of_one_question(tmp_path, caplog):
+    pq.write_table(pa.Table.from_pylist(REPEATED), tmp_path / "aime.parquet")
+    found = load_files([DataFile(str(tmp_path / "aime.parquet"))], keep_repeats=True)
+    names = [prompt.prompt_id for prompt in found.prompts]
+    assert names == ["math_dapo/u1", "math_dapo/u2"] * 3
+    (record,) = caplog.records
+    assert record.args[:3] == ("data.train", 6, 2)
+
+
+def test_different_rows_with_one_index_get_ids_of_their_own(tmp_path, caplog):
+    """As gsm8k's train and test files, both of which count from 0."""
+    rows = [
+        {**row(text), "extra_info": {"index": 0, "split": split}}
+        for text, split in (("one", "train"), ("two", "test"), ("three", "other"), ("two", "test"))
+    ]
+    files = [write_lines(tmp_path / f"{index}.jsonl", [one]) for index, one in enumerate(rows)]
+    found = load_files([DataFile(str(file)) for file in files])
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/0~2", "s/0~3"]
+    assert [prompt.messages[0]["content"] for prompt in found.prompts] == ["one", "two", "three"]
+    repeated, renamed = caplog.records
+    assert repeated.args[:3] == ("data.train", 4, 3)
+    assert renamed.args[:3] == ("data.train", 2, "s/0~2")
+
+
+def test_an_index_beside_a_row_without_one_may_be_the_number_of_that_row(tmp_path):
+    first, second = plain("one"), row("two", extra_info={"index": 0})
+    file = write_lines(tmp_path / "a.jsonl", [first, second])
+    found = load_files([DataFile(str(file))])
+    assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/0~2"]
+
+
+def test_equal_questions_with_another_ground_truth_or_other_tools_are_different_prompts(tmp_path):
+    rows = [
+        row(),
+        row(reward_model={"ground_truth": "2"}),
+        row(extra_info={"index": 5}),
+        row(tools='[{"name": "book"}]'),
+    ]
+    file = write_lines(tmp_path / "a.jsonl", rows)
+    assert len(load_files([DataFile(str(file))]).prompts) == 4
+
+
+def test_a_prompt_of_two_files_has_the_larger_weight(tmp_path):
+    files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
+    found = load_files([DataFile(str(files[0]), 0.5), DataFile(str(files[1]), 2.0)])
+    assert ([prompt.prompt_id for prompt in found.prompts], found.weights) == (["s/5"], (2.0,))
+
+
+def test_digests_tell_which_file_has_other_rows_or_another_order(tmp_path):
+    first, second = numbered("a", "b")
+
+    def digests(*tables):
+        files = [
+            write_lines(tmp_path / f"{number}.jsonl", rows) for number, rows in enumerate(tables)
+        ]
+        return load_files([DataFile(str(file)) for file in files]).files
+
+    original = digests([first], [second, row("c")])
+    assert [Path(file.path).name for file in original] == ["0.jsonl", "1.jsonl"]
+    assert digests([first], [second, row("c")]) == original
+    for rows in (
+        [row("c"), second],
+        [second, row("d")],
+        [second, row("c", reward_model={"ground_truth": "2"})],
+        [second, row("c", tools='[{"name": "book"}]')],
+        [second, row("c", extra_info={"index": 5})],
+        [second],
+    ):
+        changed = digests([first], rows)
+        assert changed[0] == original[0] and changed[1] != original[1]
 
 
 @pytest.mark.parametrize(
@@ -254,14 +352,6 @@ def test_several_files_are_one_dataset_with_the_weights_of_the_files(tmp_path):
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1", "s/2"]
     assert found.prompts[2].token_ids == (1, 1)
     assert found.weights == (1.0, 1.0, 0.5)
-
-
-def test_one_id_in_two_files_is_refused(tmp_path):
-    files = [write_lines(tmp_path / name, [row()]) for name in ("a.jsonl", "b.jsonl")]
-    with pytest.raises(InputError) as caught:
-        load_files([DataFile(str(file)) for file in files])
-    assert caught.value.name.endswith("b.jsonl line 1")
-    assert "id s/5" in caught.value.got and caught.value.got.endswith("a.jsonl line 1")
 
 
 def test_weights_follow_their_prompts_when_some_are_dropped(tmp_path):

@@ -12,6 +12,7 @@ from mega_agentrl.config.sections.runtime import EvaluateConfig
 from mega_agentrl.train.evaluate import (
     compute_eval_result,
     evaluate_validation_set,
+    first_questions,
     pass_at_k,
     pass_at_k_metrics,
 )
@@ -35,6 +36,25 @@ def test_means_by_hand():
     assert result.reward_by_source == {"easy": 0.5, "hard": 0.0}
     # question means .5 and 0: standard deviation .35355, over sqrt(2)
     assert result.reward_se == pytest.approx(0.25)
+
+
+def test_rows_that_repeat_a_question_are_its_samples():
+    """Two questions, each in two rows that are answered once, as in AIME-2024."""
+    trees = [tree("a", "m", 1.0), tree("b", "m", 0.0), tree("a", "m", 0.0), tree("b", "m", 0.0)]
+    result = compute_eval_result(trees, num_samples=1)
+    assert (result.num_questions, result.num_samples) == (2, 2)
+    assert result.success == 0.25
+    assert result.reward_se == pytest.approx(0.25)  # of the questions' means .5 and 0
+    assert result.pass_at_k["pass@1"] == 0.25
+    assert result.pass_at_k["pass@2"] == 0.5
+    assert result.question_means["m"] == {"a": (0.5, 0.5), "b": (0.0, 0.0)}
+
+
+def test_a_number_of_questions_takes_all_rows_of_each():
+    prompts = [make_prompt(name) for name in ("a", "a", "b", "c", "a", "b")]
+    chosen = [prompt.prompt_id for prompt in first_questions(prompts, 2)]
+    assert chosen == ["a", "a", "b", "a", "b"]
+    assert first_questions(prompts, 0) == prompts
 
 
 def test_failed_trajectories_do_not_count():

@@ -83,6 +83,7 @@ def inspect_prompts(
                 key=key,
                 tool_schemas=schemas,
                 images=open_image_reader(config, None),
+                keep_repeats=key != "data.train",
             )
         except RemoteImageError:
             remote_notes.append(

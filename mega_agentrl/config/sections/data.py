@@ -125,6 +125,9 @@ class DataConfig(Section, key="data"):
     """Treatment of prompts over `data.max_prompt_tokens`."""
     order: PromptOrder = PromptOrder.shuffled
     """Order of the training prompts."""
+    accept_changed_rows: bool = False
+    """Continue a run although rows of `data.train` have changed since its last checkpoint: the
+    epoch starts anew with them. Otherwise this is an error."""
     image_key: str = "images"
     """Column of a prompt's images, for a vision-language model: paths, URLs, base64 data URLs, or
     structs with `bytes` or `path`. They replace `<image>` in the messages, in order. Empty for

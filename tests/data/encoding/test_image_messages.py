@@ -104,7 +104,7 @@ def test_a_template_that_ignores_tools_is_refused_where_prompts_have_some(tmp_pa
     without_tools = template.replace("if tools", "if false")
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": without_tools}))
     codec = HFCodec(folder)
-    prompt = UnencodedPrompt(make_prompt(token_ids=()), "row 0", 1.0)
+    prompt = UnencodedPrompt(make_prompt(token_ids=()), "row 0", "a.parquet", 1.0, b"")
     assert encode_prompts([prompt], codec, DataConfig(), key="data.train").prompts
     schemas = {"add": {"type": "function", "function": {"name": "add", "parameters": {}}}}
     with pytest.raises(ConfigError) as caught:
