@@ -68,7 +68,7 @@ class Components:
     cot_marker_ids: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Token ids that open and close the chain of thought, or None if nothing reads them."""
     agents: Any = None
-    """The user's agent and its gateway (`rollout.agents.base.AgentHost`), or None."""
+    """The user's agent and its gateway (`rollout.agents.host.AgentHost`), or None."""
     images: ImageLoader | None = None
     """Loads images for a vision-language model; None for a model of text."""
     trigger_ids: frozenset[int] | None = None

@@ -126,7 +126,8 @@ class TooManyFailedError(RunStoppedError):
             f"{self.where}: {self.num_failed} of {self.num_trajectories} trajectories failed, "
             f"expected at most a share of rollout.max_failed_fraction={self.bound:g}; the first "
             f"one: {self.reason}. Failed trajectories count in no mean{untrained}, so the metrics "
-            "would describe only the rest. Probable cause: a tool or a reward function "
+            "would describe only the rest. Probable cause: a tool, a reward function or an agent "
             "that fails or is too slow; logs/driver.log names each failure. Fix it and start the "
-            "same command again, or raise the bound (1: never stop)"
+            "same command again, or raise the bound (1: never stop). Exceptions of an agent that "
+            "the policy causes belong in rollout.agent.policy_errors"
         )

@@ -121,10 +121,9 @@ def test_the_values_that_fit_pass(sizes, context, max_positions, by_turn):
         ("interaction_config_file", "users.yaml"),
         ("partial_rollout", True),
         ("use_inference_chat_template", True),
-        ("branching", Branching.at2po),
         ("branching", Branching.released),
     ],
-    ids=["tags", "users", "pauses", "template", "expansions", "rounds"],
+    ids=["tags", "users", "pauses", "template", "rounds"],
 )
 def test_agent_excludes_settings_of_the_native_loop(key, value):
     config = TrainConfig()
