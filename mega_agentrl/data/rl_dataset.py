@@ -25,6 +25,7 @@ from mega_agentrl.config.enums import Truncation
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.config.sections.data import DataFile
+from mega_agentrl.data.chat_messages import validate_messages
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from mega_agentrl.data.prompt_template import PromptTemplate
 from mega_agentrl.data.remote_files import fetch_to_cache
@@ -37,7 +38,7 @@ from mega_agentrl.data.row_identity import (
 from mega_agentrl.data.table_reader import check_columns, drop_nulls, plain_value, read_rows
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
 from mega_agentrl.errors import InputError
-from mega_agentrl.types.records import Message, Prompt
+from mega_agentrl.types.records import Prompt
 from mega_agentrl.vision.placeholders import image_parts, locate_images
 
 if TYPE_CHECKING:
@@ -305,7 +306,7 @@ def _parse_prompt(
     template: PromptTemplate | None,
     images: PromptImageReader | None,
 ) -> Prompt:
-    cell, where = plain_value(row.values[config.prompt_key]), row.location
+    cell, where = row.values[config.prompt_key], row.location
     if isinstance(cell, str):
         if not cell.strip():
             raise InputError(
@@ -414,34 +415,6 @@ def _truncate_prompt(
             "an image cannot be cut, and a question without its image cannot be answered",
         )
     return replace(prompt, token_ids=token_ids)
-
-
-def validate_messages(value: Any, where: str, *, with_parts: bool = False) -> tuple[Message, ...]:
-    """Return the chat messages of a cell; raise `ValueError` naming `where` for anything else.
-
-    `with_parts` also permits lists of parts as contents (see `prompt_images`).
-    """
-    if not isinstance(value, list) or not value:
-        raise InputError(where, value, "a non-empty list of chat messages")
-    messages = drop_nulls(value)
-    for message in messages:
-        fields = message if isinstance(message, dict) else {}
-        if with_parts and isinstance(fields.get("content"), list):
-            _validate_parts(fields["content"], where)
-            fields = {**fields, "content": ""}
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            raise InputError(where, message, "a message with string members role and content")
-    return tuple(messages)
-
-
-def _validate_parts(parts: Sequence[Any], where: str) -> None:
-    for part in parts:
-        fields = part if isinstance(part, dict) else {}
-        kind = fields.get("type")
-        is_text = kind == "text" and isinstance(fields.get("text"), str)
-        if not is_text and kind not in ("image", "image_url", "video"):
-            expected = '{"type": "text", "text": ...} or a part of type image, image_url or video'
-            raise InputError(f"{where}, part of a message", part, expected)
 
 
 def parse_tool_schemas(cell: Any, where: str) -> tuple[Mapping[str, Any], ...]:

@@ -6,7 +6,8 @@ first assistant message form the prompt, which is rendered by the chat template.
 is encoded on its own, exactly as a rollout would extend the context:
 
 * `assistant`: trained on. The eos token follows, which is trained on too, unless a `tool` message
-  follows.
+  follows. With `rollout.call_protocol=hermes`, `tool_calls` of the message become the text of the
+  calls; with the tag protocol a message has its calls in its text.
 * `tool`: with the tag protocol appended to the assistant's turn verbatim (for ARPO's tags the text
   is ` <result>\n...\n</result>`); with `rollout.call_protocol=hermes` a new turn through the chat
   template. Not trained on.
@@ -15,14 +16,16 @@ is encoded on its own, exactly as a rollout would extend the context:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.sections.data import DataConfig
+from mega_agentrl.data.chat_messages import validate_messages
 from mega_agentrl.data.index_stream import ShuffledIndexStream
-from mega_agentrl.data.rl_dataset import parse_tool_schemas, refuse_images, validate_messages
+from mega_agentrl.data.rl_dataset import parse_tool_schemas, refuse_images
 from mega_agentrl.data.table_reader import read_rows
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message
@@ -160,7 +163,7 @@ def encode_demonstration(
     for span in _response_spans(roles, start, tool_messages=tool_messages):
         first = messages[span.start]
         if roles[span.start] == "assistant":
-            ids = codec.encode(_assistant_text(first, where))
+            ids = codec.encode(_assistant_text(first, where, tool_messages=tool_messages))
             is_followed_inline = span.stop < len(roles) and roles[span.stop] == "tool"
             if not is_followed_inline or tool_messages:
                 ids.append(codec.eos_id)
@@ -186,11 +189,25 @@ def _response_spans(roles: Sequence[str], start: int, *, tool_messages: bool) ->
         start = stop
 
 
-def _assistant_text(message: Message, where: str) -> str:
+def _assistant_text(message: Message, where: str, *, tool_messages: bool) -> str:
     if image_parts([message]):
         cause = "a marker <image> in the text of an answer"
         raise InputError(where, "an image in a message of the assistant", "text", cause)
-    return content_text(message["content"])
+    text, calls = content_text(message["content"]), message.get("tool_calls") or []
+    if calls and not tool_messages:
+        raise InputError(
+            f"{where}, tool_calls",
+            [call["function"]["name"] for call in calls],
+            "calls in the text of the message, between the tags of their tools",
+            "demonstrations for rollout.call_protocol=hermes",
+        )
+    return "\n".join([*([text] if text else []), *map(_call_text, calls)])
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    """Return a call as the policy writes it with `rollout.call_protocol=hermes`."""
+    function = {key: call["function"][key] for key in ("name", "arguments")}
+    return f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>"
 
 
 def _encode_inline(message: Message, codec: ChatCodec) -> list[int]:

@@ -48,6 +48,37 @@ def test_a_later_user_turn_ends_the_assistants_and_is_masked():
     assert item.loss_mask == (1, 1, 0, 0, 1, 1)
 
 
+def with_calls(tmp_path):
+    """A demonstration in OpenAI's form: the calls beside a null content."""
+    path = tmp_path / "calls.jsonl"
+    calls = [
+        {"id": "c1", "function": {"name": "f", "arguments": '{"ids": [1, "é"]}'}},
+        {"id": "c2", "function": {"name": "g", "arguments": {}}},
+    ]
+    assistant = {"role": "assistant", "content": None, "tool_calls": calls}
+    tools = [{"role": "tool", "content": "T"}, {"role": "tool", "content": None}]
+    rows = [{"messages": [*chat("uQ"), assistant, *tools, *chat("aA")]}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return read_conversations(path)
+
+
+def test_calls_beside_a_null_content_are_trained_on_as_the_policy_writes_them(tmp_path):
+    (item,) = encode_demonstrations(with_calls(tmp_path), LetterCodec(), tool_messages=True)
+    text = (
+        '<tool_call>\n{"name": "f", "arguments": {"ids": [1, "é"]}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    )
+    assert item.response_ids == (*map(ord, text), 0, 902, ord("T"), ord("A"), 0)
+    assert item.loss_mask == (*[1] * (len(text) + 1), 0, 0, 1, 1)
+
+
+def test_calls_that_the_tag_protocol_cannot_write_are_refused(tmp_path):
+    with pytest.raises(InputError) as caught:
+        encode_demonstrations(with_calls(tmp_path), LetterCodec())
+    assert caught.value.name == f"sft.train_data={tmp_path}/calls.jsonl line 1, tool_calls"
+    assert caught.value.got == ["f", "g"]
+
+
 @pytest.mark.parametrize("turns", [("uQ",), ("aA",), ("uQ", "aA", "tT"), ("uQ", "aA", "uR")])
 def test_a_conversation_must_start_with_a_question_and_end_with_an_answer(turns):
     with pytest.raises(InputError) as caught:

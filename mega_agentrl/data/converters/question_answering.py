@@ -17,13 +17,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mega_agentrl.data.chat_messages import validate_messages
 from mega_agentrl.data.converters.source_row import (
     ConversionResult,
     SourceRow,
     make_rl_row,
     unique_row_id,
 )
-from mega_agentrl.data.rl_dataset import validate_messages
 from mega_agentrl.types.records import Message
 
 BACKSPACE = "\x08"
