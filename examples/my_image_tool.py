@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.function import run_in_thread
 
 
@@ -33,7 +33,7 @@ class Rotate(Tool):
         images, number = kwargs["images"], int(arguments["image"])  # JSON may have 1.0 for 1
         degrees = arguments["degrees"]
         if not 1 <= number <= len(images):
-            raise ValueError(f"There is no image {number}, only 1 to {len(images)}.")
+            raise ToolInputError(f"There is no image {number}, only 1 to {len(images)}.")
         data = await run_in_thread(lambda: rotate(images[number - 1].read(), degrees))
         return ToolResponse(text=f"Rotated by {degrees} degrees.", images=(data,))
 

@@ -1,5 +1,6 @@
 """A tool in one function: `tool.user_tools_file=examples/my_tools.yaml`."""
 
+from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.function import tool
 
 METRES = {"m": 1.0, "km": 1000.0, "mile": 1609.344}
@@ -16,5 +17,5 @@ def convert(amount: float, unit: str, to: str) -> str:
     """
     for name in (unit, to):
         if name not in METRES:
-            raise ValueError(f"unknown unit {name}, expected one of {', '.join(METRES)}")
+            raise ToolInputError(f"unknown unit {name}, expected {', '.join(METRES)}")
     return f"{amount * METRES[unit] / METRES[to]:g} {to}"

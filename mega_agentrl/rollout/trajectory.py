@@ -36,7 +36,7 @@ from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.conversation.tool_calls import call_limit_outcome, run_tool_calls
 from mega_agentrl.rollout.conversation.writer import ConversationWriter
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
+from mega_agentrl.rollout.generation.turn_generator import TurnGenerator, request_failure
 from mega_agentrl.rollout.images import check_answers
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
@@ -230,10 +230,8 @@ class TrajectoryRunner:
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
         except INFRA_ERRORS as error:
-            # An image that cannot be loaded for a request is no fault of the engine.
-            is_tool = isinstance(error, ToolSessionError)
-            is_engine = self.state is TrajectoryState.generating and not is_tool
-            stop_reason = StopReason.aborted if is_engine else StopReason.tool_failure
+            is_request = self.state is TrajectoryState.generating
+            stop_reason = request_failure(error) if is_request else StopReason.tool_failure
             if clock.expired():
                 stop_reason = StopReason.trajectory_timeout
             _log.warning("%s: %s: %s", self.trajectory_id, stop_reason, error)
@@ -293,11 +291,12 @@ class TrajectoryRunner:
             case FinishReason.aborted:
                 return StopReason.aborted
         tools = self._context.tools
-        calls = (
-            tools.parse_calls(text)
-            if tools.uses_tool_messages or finish is FinishReason.stop
-            else ()
-        )
+        calls: Sequence[ToolCall | InvalidToolCall] = ()
+        if tools.uses_tool_messages:
+            opening = self._conversation_writer.opened_reasoning(self._token_buffer.turns[-1].start)
+            calls = tools.parse_calls(opening + text)
+        elif finish is FinishReason.stop:
+            calls = tools.parse_calls(text)
         if calls:
             return await self._run_tools(session, calls, finish)
         if finish is FinishReason.stop:

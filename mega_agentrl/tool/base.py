@@ -16,6 +16,8 @@ Example, a tool with a memory::
             return []
 
         async def execute(self, state, arguments, kwargs):
+            if not arguments["text"]:
+                raise ToolInputError("a note has a text")
             state.append(arguments["text"])
             return ToolResponse(text=f"{len(state)} notes")
 
@@ -39,6 +41,15 @@ from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+class ToolInputError(ValueError):
+    """The policy asked for something that cannot be done; it reads the message and goes on.
+
+    Raise it where the arguments of a call are at fault, and only there. Any other exception of a
+    tool is a failure of the tool, which masks the trajectory: a `ValueError` may as well come from
+    the answer of a broken service, since those of `json`, of Unicode and of pydantic are.
+    """
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -144,8 +155,8 @@ class Tool(ABC):
         must remain usable for the next call.
 
         Raises:
-            ValueError: the policy got the arguments wrong; it sees the message. Any other exception
-                counts as an infrastructure error.
+            ToolInputError: the policy got the arguments wrong; it sees the message. Any other
+                exception counts as an infrastructure error.
         """
 
     async def fork(self, state: Any) -> Any:

@@ -12,8 +12,8 @@ the section `Args:` of its docstring. Hints may be str, int, float, bool, list[.
 ...], Literal, Optional, unions of these, and Any. An async function runs on the event loop. A plain
 function runs in its own thread, which cannot be killed: after a timeout the thread continues and
 occupies its slot until it ends. The response is the returned text, or any other value as JSON; a
-`ToolResponse` is used as it is. `ValueError` is an error of the policy. The decorated object can
-still be called like the function.
+`ToolResponse` is used as it is. `base.ToolInputError` is an error of the policy, any other
+exception a failure of the tool. The decorated object can still be called like the function.
 
 In a tag, a function with one required parameter receives the text as its value; any other function
 receives a JSON object.

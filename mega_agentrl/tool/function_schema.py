@@ -4,30 +4,45 @@ The schema has the form::
 
     {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
 
-`parameters` is a JSON schema (draft 2020-12) of an object. Nothing is fetched: references to other
-documents do not resolve. An invalid schema is an error of its author (`ValueError` at
-construction); wrong arguments are an error of the policy (`ValueError` with a message for it).
+`parameters` is a JSON schema of an object: of the draft that its `$schema` names, else of the first
+of the drafts 2020-12, 7 and 4 that it fits. It may use references within itself (`$defs`). Nothing
+is fetched: references to other documents do not resolve. An invalid schema is an error of its
+author (`InputError` at construction); wrong arguments are an error of the policy
+(`ToolInputError`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from jsonschema import Draft202012Validator
+from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.validators import validator_for
 from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from mega_agentrl.errors import InputError
+from mega_agentrl.tool.base import ToolInputError
+from mega_agentrl.tool.call_protocol.json_text import (
+    check_depth,
+    decode,
+    decode_nested,
+    without_surrogates,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+
+    from jsonschema.protocols import Validator
 
 ALL_ARGUMENTS_AS_JSON = "*"
 """Name of the argument whose text is a JSON object of all arguments."""
 
 MAX_MESSAGE_CHARS = 300
+
+_VALUE_KEYWORDS = ("const", "enum", "default", "examples")
+"""Keywords of a schema whose values are no schemas."""
 
 _FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
 
@@ -44,10 +59,11 @@ class FunctionSchema:
         self.function = _validate_function(schema, where)
         self.name: str = self.function["name"]
         self.parameters: Mapping[str, Any] = self.function["parameters"]
-        self._validator = _make_validator(self.parameters)
+        key = f"{where}, function.parameters of {self.name}"
+        self._validator = _make_validator(self.parameters, key)
         self._parameter_validators = {
-            name: _make_validator(parameter)
-            for name, parameter in self.parameters.get("properties", {}).items()
+            name: [self._validator.evolve(schema=schema) for schema in schemas]
+            for name, schemas in _parameter_schemas(self.parameters).items()
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,44 +82,50 @@ class FunctionSchema:
     def validate_arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with the types that the schema asks for.
 
-        A text is parsed as JSON where the parameter does not take a text, since a tag can hold
-        only text.
+        A text is parsed as JSON where the parameter does not take a text: a tag can hold only text,
+        and policies encode objects once too often.
 
         Raises:
-            ValueError: the arguments do not fit; the message is for the policy.
+            ToolInputError: the arguments do not fit; the message is for the policy.
         """
-        values = dict(arguments)
-        if ALL_ARGUMENTS_AS_JSON in values:
-            values = self._parse_json_object(str(values[ALL_ARGUMENTS_AS_JSON]))
-        values = {name: self._coerce_argument(name, value) for name, value in values.items()}
+        given = dict(arguments)
+        if ALL_ARGUMENTS_AS_JSON in given:
+            given = self._parse_json_object(str(given[ALL_ARGUMENTS_AS_JSON]))
+        try:
+            check_depth(given)
+        except ValueError as depth:
+            raise ToolInputError(f"Tool({self.name}) got wrong arguments: {depth}") from None
+        values: dict[str, Any] = without_surrogates(
+            {name: self._coerce_argument(name, value) for name, value in given.items()}
+        )
         error = best_match(self._validator.iter_errors(values))
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
             message = f"{place}: {error.message}" if place else error.message
-            raise ValueError(f"Tool({self.name}) got wrong arguments: {_truncate(message)}")
+            raise ToolInputError(f"Tool({self.name}) got wrong arguments: {_truncate(message)}")
         return values
 
     def _coerce_argument(self, name: str, value: Any) -> Any:
-        validator = self._parameter_validators.get(name)
-        if not isinstance(value, str) or validator is None or validator.is_valid(value):
+        validators = self._parameter_validators.get(name, ())
+        if not isinstance(value, str) or not validators or _fits_one(value, validators):
             return value
         try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
+            parsed = decode(value)
+        except ValueError:
             return value
-        return parsed if validator.is_valid(parsed) else value
+        return parsed if _fits_one(parsed, validators) else value
 
     def _parse_json_object(self, text: str) -> dict[str, Any]:
         try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            parsed = decode_nested(text)
+        except ValueError as error:
             got = f"{error}"
         else:
             if isinstance(parsed, dict):
                 return parsed
             got = f"got {type(parsed).__name__}"
         names = ", ".join(self._parameter_validators)
-        raise ValueError(
+        raise ToolInputError(
             f"Tool({self.name}) takes a JSON object with some of the keys {names}; {_truncate(got)}"
         )
 
@@ -122,11 +144,6 @@ def _validate_function(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     name, parameters = function.get("name"), function.get("parameters", {})
     if not isinstance(name, str) or not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", name):
         raise InputError(f"{where}, function.name", name, "1 to 64 letters, digits, _ and -")
-    try:
-        Draft202012Validator.check_schema(parameters)
-    except SchemaError as error:
-        key = f"{where}, function.parameters of {name}"
-        raise InputError(key, parameters, "a JSON schema", _truncate(error.message)) from error
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise InputError(
             f"{where}, function.parameters of {name}",
@@ -137,8 +154,65 @@ def _validate_function(schema: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"name": name, "description": description, "parameters": dict(parameters)}
 
 
-def _make_validator(schema: Any) -> Draft202012Validator:
-    return Draft202012Validator(schema, registry=Registry())
+def _make_validator(parameters: Mapping[str, Any], key: str) -> Validator:
+    """Return a validator of arguments; `key` names the schema in errors."""
+    draft = parameters.get("$schema")
+    if isinstance(draft, str):
+        kinds = [validator_for({"$schema": draft}, default=Draft202012Validator)]
+    else:
+        kinds = [Draft202012Validator, Draft7Validator, Draft4Validator]
+    causes: list[str] = []
+    for kind in kinds:
+        try:
+            kind.check_schema(parameters)
+            validator: Validator = kind(parameters, registry=Registry())
+            _check_references(validator, parameters)
+        except SchemaError as error:
+            causes.append(_truncate(error.message))
+        except Unresolvable as error:
+            causes.append(f"a reference leads nowhere: {_truncate(str(error))}")
+        except RecursionError:
+            causes.append("it is nested too deeply, or refers to itself without end")
+        else:
+            return validator
+    raise InputError(key, parameters, "a JSON schema", causes[0])
+
+
+def _check_references(validator: Validator, parameters: Mapping[str, Any]) -> None:
+    """Follow every reference once, which raises for one that leads nowhere or in a circle."""
+    schemas = list(_subschemas(parameters))
+    if any("$id" in schema for schema in schemas[1:]):
+        return  # they may be relative to it
+    for schema in schemas:
+        if isinstance(schema.get("$ref"), str):
+            validator.evolve(schema={"$ref": schema["$ref"]}).is_valid(None)
+
+
+def _subschemas(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the schema and the objects in it that may be schemas, itself first."""
+    pending: list[Any] = [parameters]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield item
+            pending += [value for key, value in item.items() if key not in _VALUE_KEYWORDS]
+        elif isinstance(item, list):
+            pending += item
+
+
+def _parameter_schemas(parameters: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the schemas of each parameter, of which there are several in alternatives."""
+    combined = (parameters.get(key, ()) for key in ("allOf", "anyOf", "oneOf"))
+    found: dict[str, list[Any]] = {}
+    for part in (parameters, *(part for parts in combined for part in parts)):
+        properties = part.get("properties", {}) if isinstance(part, dict) else {}
+        for name, schema in properties.items():
+            found.setdefault(name, []).append(schema)
+    return found
+
+
+def _fits_one(value: Any, validators: list[Validator]) -> bool:
+    return any(validator.is_valid(value) for validator in validators)
 
 
 def _truncate(text: str) -> str:

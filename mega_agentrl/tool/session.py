@@ -2,9 +2,9 @@
 
 `TrajectoryToolSession.execute` turns a parsed call into a typed outcome. It waits at most
 `queue_timeout_s` for a free slot of the tool, then at most the tool's timeout. Exceptions of tools
-become outcomes only here: arguments that do not fit the schema and `ValueError` are errors of the
-policy (`user_error`), a missed deadline is a `timeout`, anything else is an `infra_error`. Nothing
-is run twice. A tool's text is untrusted and is escaped here.
+become outcomes only here: arguments that do not fit the schema and `ToolInputError` are errors of
+the policy (`user_error`), a missed deadline is a `timeout`, anything else is an `infra_error`.
+Nothing is run twice. A tool's text is untrusted and is escaped here.
 
 If all first calls of a method of a user's tool raise, the run ends (`types.first_calls`).
 
@@ -31,7 +31,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.errors import InputError
-from mega_agentrl.tool.base import ToolResponse
+from mega_agentrl.tool.base import ToolInputError, ToolResponse
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
@@ -146,8 +146,12 @@ class TrajectoryToolSession:
         registered = self._tools[tool]
         try:
             checked_arguments = registered.schema.validate_arguments(arguments)
-        except ValueError as error:
+        except ToolInputError as error:
             return _outcome_without_run(tool, self._escape(str(error)), is_invalid_call=True)
+        except Exception as error:  # noqa: BLE001  a schema of others can make the check fail
+            _log.warning("tool %s: its schema cannot be checked", tool, exc_info=error)
+            text = self._escape(f"its schema cannot be checked: {type(error).__name__}: {error}")
+            return _outcome_without_run(tool, text, ToolStatus.infra_error)
         if self._states[tool] is None:
             return await self._run_limited(registered, checked_arguments, arrival_time)
         lock = self._tool_locks[self._owners[tool]]
@@ -335,14 +339,14 @@ class TrajectoryToolSession:
             first_calls.record_no_outcome(call)
             text = f"Timed out after {tool.timeout_s:g} s."
             return ToolResponse(text=text, status=ToolStatus.timeout)
-        except ValueError as error:
+        except ToolInputError as error:
             first_calls.record_no_outcome(call)
             return ToolResponse(text=str(error), status=ToolStatus.user_error)
         except asyncio.CancelledError:
             first_calls.record_no_outcome(call)
             raise
         except Exception as error:  # noqa: BLE001  a tool may raise anything: its failure is data
-            _log.warning("tool %s: execute failed", tool.name, exc_info=error)
+            _log.warning("tool %s: execute failed%s", tool.name, _blame_hint(error), exc_info=error)
             text = f"{type(error).__name__}: {error}"
             first_calls.record_failure(call, text, last_traceback_line(error))
             return ToolResponse(text=text, status=ToolStatus.infra_error)
@@ -392,6 +396,13 @@ def _validate_response(response: ToolResponse, name: str) -> ToolResponse:
         metrics=dict(sorted(metrics.items())[:MAX_METRICS]),
         images=tuple(images),
     )
+
+
+def _blame_hint(error: Exception) -> str:
+    """Return what to raise in place of a `ValueError` that is meant for the policy."""
+    if type(error) is not ValueError:
+        return ""
+    return "; if the policy's arguments are at fault, raise mega_agentrl.tool.base.ToolInputError"
 
 
 def _is_finite(value: object) -> bool:

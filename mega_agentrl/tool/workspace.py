@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.sandbox.workspace.pool import WorkspacePool
-from mega_agentrl.tool.base import Tool, ToolResponse, ToolSet
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse, ToolSet
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
 from mega_agentrl.types.records import ToolStatus
 
@@ -143,7 +143,7 @@ class BashTool(WorkspaceTool):
         """Run `arguments["command"]`; `kwargs["timeout_s"]` overrides the configured timeout."""
         command = str(arguments["command"])
         if "\0" in command:
-            raise ValueError("A command cannot contain the character NUL.")
+            raise ToolInputError("A command cannot contain the character NUL.")
         command = command.encode("utf-8", "replace").decode()
         return _to_response(await state.session.run(command, kwargs.get("timeout_s")))
 
@@ -179,9 +179,9 @@ class EditTool(WorkspaceTool):
         command = arguments["command"]
         missing = [name for name in _NEEDED_ARGUMENTS[command] if name not in arguments]
         if missing:
-            raise ValueError(f"{command} needs {' and '.join(missing)}.")
+            raise ToolInputError(f"{command} needs {' and '.join(missing)}.")
         if any("\0" in value for value in arguments.values() if isinstance(value, str)):
-            raise ValueError("A text file cannot contain the character NUL.")
+            raise ToolInputError("A text file cannot contain the character NUL.")
         request = json.dumps(dict(arguments))
         return _to_response(await state.session.edit(request, kwargs.get("timeout_s")))
 

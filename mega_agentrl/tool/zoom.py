@@ -14,7 +14,7 @@ import io
 import math
 from typing import TYPE_CHECKING, Any
 
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.function import run_in_thread
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
 from mega_agentrl.vision.loader import MAX_ASPECT_RATIO
@@ -97,19 +97,19 @@ def region(box: Sequence[float], width: int, height: int, number: int) -> tuple[
     """Return the whole pixels that a box touches.
 
     Raises:
-        ValueError: it is empty, leaves the image or is too elongated; the message is for the
+        ToolInputError: it is empty, leaves the image or is too elongated; the message is for the
             policy.
     """
     left, top, right, bottom = box
     if not (0 <= left < right <= width and 0 <= top < bottom <= height):
-        raise ValueError(
+        raise ToolInputError(
             f"box {list(box)}: expected left < right and top < bottom within image {number}, "
             f"which has {width} x {height} pixels."
         )
     found = (math.floor(left), math.floor(top), math.ceil(right), math.ceil(bottom))
     sides = (found[2] - found[0], found[3] - found[1])
     if max(sides) > MAX_ASPECT_RATIO * min(sides):
-        raise ValueError(
+        raise ToolInputError(
             f"box {list(box)}: one side is more than {MAX_ASPECT_RATIO} times as long as the other."
         )
     return found
@@ -128,7 +128,7 @@ def crop(image: ImageInput, box: tuple[int, int, int, int], size: tuple[int, int
 
 def _choose_image(images: Sequence[ImageInput], number: int) -> ImageInput:
     if not images:
-        raise ValueError("There is no image in this conversation.")
+        raise ToolInputError("There is no image in this conversation.")
     if not 1 <= number <= len(images):
-        raise ValueError(f"There is no image {number}; choose one from 1 to {len(images)}.")
+        raise ToolInputError(f"There is no image {number}; choose one from 1 to {len(images)}.")
     return images[number - 1]

@@ -22,7 +22,7 @@ from mega_agentrl.data.generated.tokenizer import train_tokenizer
 from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.rollout.collector import collect_rollouts
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import FinishReason, Generation, Role, ToolOutcome, ToolStatus
@@ -57,7 +57,7 @@ class Page(Tool):
 
     async def execute(self, state, arguments, kwargs):
         if self._fails:
-            raise ValueError(self._text)
+            raise ToolInputError(self._text)
         return ToolResponse(text=self._text, metrics={self._text: 1.0})
 
 

@@ -139,6 +139,14 @@ async def test_a_dead_engine_fails_the_trajectory_and_keeps_its_tokens():
     assert got.response_text == CALL + RESULT and tools.sessions[0].released == 1
 
 
+async def test_an_endless_recursion_is_no_abort_by_the_engine_and_counts():
+    def breaks(request):
+        raise RecursionError("maximum recursion depth exceeded")
+
+    got = await _run(FakeGenerator(turns(CALL), breaks=breaks)).run()
+    assert got.stop_reason is StopReason.tool_failure and got.failed
+
+
 async def test_a_lost_policy_rank_is_raised():
     def breaks(request):
         raise RankLostError("policy rank 1 died")

@@ -6,7 +6,7 @@ from typing import Any, Literal, Optional
 
 import pytest
 
-from mega_agentrl.tool.base import ToolResponse
+from mega_agentrl.tool.base import ToolInputError, ToolResponse
 from mega_agentrl.tool.function import FunctionTool, tool
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import ToolStatus
@@ -26,7 +26,7 @@ def area(width: float, height: float = 1.0) -> float:
         width: not a parameter here.
     """
     if width < 0:
-        raise ValueError("a width is not negative")
+        raise ToolInputError("a width is not negative")
     return width * height
 
 

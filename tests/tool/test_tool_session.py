@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import json
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from mega_agentrl.errors import InputError
 from mega_agentrl.tool import session as session_module
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.session import MAX_RESPONSE_CHARS, SessionLimits
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.errors import ToolSessionError
@@ -145,7 +147,19 @@ INFRA_ERROR = ToolStatus.infra_error
 @pytest.mark.parametrize(
     ("fault", "status", "answer"),
     [
-        pytest.param(ValueError("bad"), ToolStatus.user_error, "bad", id="value error"),
+        pytest.param(ToolInputError("bad"), ToolStatus.user_error, "bad", id="policy's fault"),
+        pytest.param(ValueError("bug"), INFRA_ERROR, "ValueError: bug", id="value error"),
+        pytest.param(
+            json.JSONDecodeError("no object", "<html>", 0), INFRA_ERROR, "JSONDecode", id="json"
+        ),
+        pytest.param(
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), INFRA_ERROR, "Unicode", id="unicode"
+        ),
+        pytest.param(
+            ValidationError.from_exception_data("Answer", []), INFRA_ERROR, "Answer", id="pydantic"
+        ),
+        pytest.param(InputError("k", 1, "2"), INFRA_ERROR, "InputError", id="input error"),
+        pytest.param(RecursionError("deep"), INFRA_ERROR, "RecursionError", id="recursion"),
         pytest.param(KeyError("bug"), INFRA_ERROR, "KeyError: 'bug'", id="other error"),
         pytest.param("hang", ToolStatus.timeout, "0.2 s", id="hangs"),
         pytest.param(TimeoutError("io"), INFRA_ERROR, "TimeoutError: io", id="inner timeout"),

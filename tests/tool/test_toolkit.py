@@ -40,7 +40,7 @@ class Broken(Tool):
 
 
 BROKEN_TOOL = """
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 
 class Notes(Tool):
     name = "notes"
@@ -51,7 +51,7 @@ class Notes(Tool):
         if arguments["text"] == "fine":
             return ToolResponse(text="ok")
         if arguments["text"] == "bad":
-            raise ValueError("no such note")
+            raise ToolInputError("no such note")
         return ToolResponse(text=self.table[arguments["text"]])
 """
 

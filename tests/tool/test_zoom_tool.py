@@ -10,7 +10,7 @@ from PIL import Image
 
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.config.sections.tools import ZoomToolConfig
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.tool.zoom import ZoomTool, region
 from mega_agentrl.types.images import ImageInput
@@ -99,7 +99,7 @@ async def test_other_boxes_are_the_policys_errors(box):
 
 
 def test_a_line_is_no_region():
-    with pytest.raises(ValueError, match="200 times"):
+    with pytest.raises(ToolInputError, match="200 times"):
         region([0, 0, 201, 1], 300, 300, 1)
     assert region([0, 0, 200, 1], 300, 300, 1) == (0, 0, 200, 1)
 

@@ -15,7 +15,7 @@ from tools.preflight_parts.user_tools import ExampleCall, call_user_tools
 CODE = '''
 import asyncio
 
-from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.function import tool
 
 
@@ -29,7 +29,7 @@ def double(x: int) -> int:
 def root(x: float) -> float:
     """Square root."""
     if x < 0:
-        raise ValueError("x is negative")
+        raise ToolInputError("x is negative")
     return x**0.5
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
-from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
+from mega_agentrl.rollout.generation.turn_generator import TurnGenerator, request_failure
 from mega_agentrl.rollout.images import check_answers
 from mega_agentrl.types.errors import RankLostError, ToolSessionError
 from mega_agentrl.types.records import (
@@ -144,11 +144,8 @@ class LockstepTrajectory:
             )
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
-        except ToolSessionError as error:  # an image cannot be loaded
-            self._fail(StopReason.tool_failure, error)
-            return
         except INFRA_ERRORS as error:
-            self._fail(StopReason.aborted, error)
+            self._fail(request_failure(error), error)
             return
         self.segment = generation
         self.token_buffer.append_sampled(generation)

@@ -6,6 +6,9 @@ ending in the generation prompt. A turn without its end-of-turn token gets one f
 answer come before its text; the text of the turn has labels in their place. All of these tokens
 have loss mask 0.
 
+The generation prompt may open the reasoning of the next turn. The text of such a turn is read with
+the opening before it (`opened_reasoning`).
+
 With `rollout.use_inference_chat_template` the next turn is sampled after the template's rendering
 of the whole conversation, and the trajectory records a `ContextReset`.
 """
@@ -23,6 +26,7 @@ from mega_agentrl.rollout.conversation.messages import (
     user_message,
 )
 from mega_agentrl.rollout.conversation.tool_calls import truncate_to_fit
+from mega_agentrl.tool.call_protocol.hermes import opened_reasoning
 from mega_agentrl.types.protocols import ChatCodec
 from mega_agentrl.types.records import Role
 from mega_agentrl.vision.placeholders import content_text, image_label, split_at_labels
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import Message, Prompt, ToolOutcome
 
     OutcomeEncoder = Callable[[Sequence[ToolOutcome]], tuple[list[int], list[str]]]
+
+_NUM_OPENING_TOKENS = 16
+"""Tokens before a turn that are searched for the opening of its reasoning."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +71,19 @@ class ConversationWriter:
             {**message, "content": content_text(message["content"])}
             for message in self._messages_with_images()
         ]
+
+    def opened_reasoning(self, start: int) -> str:
+        """Return the marker with which the context opens the reasoning of a turn, or nothing.
+
+        Args:
+            start: First response token of the turn.
+        """
+        token_ids, first = self._prompt.token_ids, 0
+        if resets := self._turn_generator.context_resets:
+            token_ids, first = resets[-1].token_ids, resets[-1].start
+        before = self._token_buffer.token_ids[max(first, start - _NUM_OPENING_TOKENS) : start]
+        last_ids = (*token_ids, *before)[-_NUM_OPENING_TOKENS:]
+        return opened_reasoning(self._codec.decode_with_special_tokens(last_ids))
 
     def write_tool_answers(self, outcomes: Sequence[ToolOutcome], *, ended: bool) -> bool:
         """Append the answers to the calls of one turn, each as a turn of its own.

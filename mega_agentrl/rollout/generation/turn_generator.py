@@ -21,7 +21,8 @@ import torch
 from mega_agentrl.algo.branching import token_entropy_topk
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.tracing import TrajectorySpans
-from mega_agentrl.types.records import ContextReset, FinishReason, GenerateRequest
+from mega_agentrl.types.errors import ToolSessionError
+from mega_agentrl.types.records import ContextReset, FinishReason, GenerateRequest, StopReason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -199,6 +200,17 @@ async def generate_or_abort(generator: Generator, request: GenerateRequest) -> G
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await generator.abort(request.request_id)
         raise
+
+
+def request_failure(error: BaseException) -> StopReason:
+    """Return how an infrastructure error of a request ends its trajectory.
+
+    It is `aborted`, which never stops the run, if the engine failed. An image that cannot be loaded
+    is no fault of the engine. Neither is a `RecursionError`, although it is a `RuntimeError`: code
+    of this process raises it, and would raise it again.
+    """
+    is_ours = isinstance(error, ToolSessionError | RecursionError)
+    return StopReason.tool_failure if is_ours else StopReason.aborted
 
 
 def ends_with_partial_stop(text: str, stops: Sequence[str]) -> bool:

@@ -39,6 +39,7 @@ from mega_agentrl.errors import InputError
 from mega_agentrl.rollout.conversation.tool_calls import NOT_RUN
 from mega_agentrl.rollout.interaction.base import Interaction, Reply
 from mega_agentrl.tool.api_classes import SCENARIO_KEYS, ApiClasses, ApiState
+from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
 from mega_agentrl.tool.function import run_in_thread
 from mega_agentrl.tool.interface_check import validated_schema
@@ -178,7 +179,7 @@ class StateCheckUser(Interaction):
             return []
         try:
             arguments = schema.validate_arguments(call.arguments)
-        except ValueError:
+        except ToolInputError:
             return []
         return [instances.call(call.tool, (), arguments)[0]]
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 
 import httpx
 
+from mega_agentrl.tool.base import ToolInputError
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
@@ -64,7 +66,7 @@ class RefusalReason(StrEnum):
     """The content is no text, is packed in another way, or cannot be parsed."""
 
 
-class PageRefusedError(ValueError):
+class PageRefusedError(ToolInputError):
     """The policy asked for a page that may not be read; the policy reads the text.
 
     Attributes:

@@ -6,32 +6,35 @@ A call is a JSON object between tags::
     {"name": "search", "arguments": {"query": "..."}}
     </tool_call>
 
-A turn may hold several calls. Text before the last `</think>` is reasoning; calls in it are
-ignored. The engine stops only at the end of the turn. A call that cannot be parsed becomes an
-`InvalidToolCall` whose message tells the policy what was expected; whether the tool exists and
-accepts the arguments is checked by the session. Responses are chat messages of role tool, which the
-chat template formats. Nothing here runs a tool.
+A turn may hold several calls; `json_call` says in which forms. The closing tag of the last one may
+be missing. Calls inside the reasoning are ignored. The engine stops only at the end of the turn. A
+call that cannot be read becomes an `InvalidToolCall` whose message tells the policy what was
+expected; whether the tool exists and accepts the arguments is checked by the session. Responses are
+chat messages of role tool, which the chat template formats. Nothing here runs a tool.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
+from mega_agentrl.tool.call_protocol.json_call import (
+    CLOSE_TAG,
+    OPEN_TAG,
+    UnreadableCall,
+    read_call,
+)
 from mega_agentrl.types.records import AssistantText, InvalidToolCall, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-UNKNOWN_TOOL = "unnamed"
-"""Tool name of a call whose name cannot be parsed."""
-
-MAX_NAME_CHARS = 64
-
 REASONING_START, REASONING_END = "<think>", "</think>"
-_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
+
+_MARK = re.compile(f"{REASONING_START}|{REASONING_END}|{OPEN_TAG}")
+_OPENED_REASONING = re.compile(rf"{REASONING_START}\s*\Z")
 _EXPECTED_FORMAT = 'a JSON object {"name": ..., "arguments": {...}} between the tool_call tags'
 
 
@@ -59,27 +62,24 @@ class HermesProtocol:
     @property
     def call_markers(self) -> tuple[str, ...]:
         """The tags around calls."""
-        return (_OPEN_TAG, _CLOSE_TAG)
+        return (OPEN_TAG, CLOSE_TAG)
 
     def parse_calls(self, turn_text: str) -> tuple[ToolCall | InvalidToolCall, ...]:
         """Return the calls of a turn in order."""
-        visible_text = turn_text.rpartition(REASONING_END)[2]
-        chunks = visible_text.split(_OPEN_TAG)[1:]
-        return tuple(self._parse_call(chunk) for chunk in chunks)
+        calls = (piece.call for piece in _split(turn_text))
+        return tuple(
+            call if isinstance(call, ToolCall) else self._invalid_call(call)
+            for call in calls
+            if call is not None
+        )
 
     def split_turn(self, turn_text: str) -> AssistantText:
         """Return reasoning, content and valid calls; invalid calls stay in the content."""
-        reasoning, visible_text = split_reasoning(turn_text)
-        content, *chunks = visible_text.split(_OPEN_TAG)
-        calls: list[ToolCall] = []
-        for chunk in chunks:
-            call = self._parse_call(chunk)
-            if isinstance(call, ToolCall):
-                calls.append(call)
-                content += chunk.partition(_CLOSE_TAG)[2]
-            else:
-                content += _OPEN_TAG + chunk
-        return AssistantText(reasoning=reasoning, content=content.strip(), calls=tuple(calls))
+        pieces = _split(turn_text)
+        calls = tuple(piece.call for piece in pieces if isinstance(piece.call, ToolCall))
+        content = [piece for piece in pieces if not isinstance(piece.call, ToolCall)]
+        reasoning, text = _join(content)
+        return AssistantText(reasoning=reasoning, content=text, calls=calls)
 
     def render(self, answer: str) -> str:
         """Return the content of the message for a response."""
@@ -89,36 +89,25 @@ class HermesProtocol:
         """Return `text` without control tags; escaping twice changes nothing more."""
         return self._escaper(text)
 
-    def _parse_call(self, chunk: str) -> ToolCall | InvalidToolCall:
-        """Parse the text between one opening tag and the next."""
-        body, close, _ = chunk.partition(_CLOSE_TAG)
-        if not close:
-            return self._bad_call(UNKNOWN_TOOL, "the closing tag is missing")
-        try:
-            call = _parse_json(body)
-        except (ValueError, RecursionError) as error:
-            return self._bad_call(_guess_tool_name(body), f"it is not JSON: {error}")
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return self._bad_call(UNKNOWN_TOOL, "it has no name")
-        name, arguments = call["name"][:MAX_NAME_CHARS], call.get("arguments", {})
-        if isinstance(arguments, str):  # as in OpenAI's API
-            try:
-                arguments = _parse_json(arguments)
-            except (ValueError, RecursionError) as error:
-                return self._bad_call(name, f"its arguments are not JSON: {error}")
-        if not isinstance(arguments, dict):
-            return self._bad_call(name, "its arguments are not an object")
-        return ToolCall(tool=name, arguments=arguments)
-
-    def _bad_call(self, name: str, what: str) -> InvalidToolCall:
-        message = f"This call cannot be read: {what}. Expected {_EXPECTED_FORMAT}."
-        return InvalidToolCall(tool=name, message=self.escape(message))
+    def _invalid_call(self, call: UnreadableCall) -> InvalidToolCall:
+        message = f"This call cannot be read: {call.problem}. Expected {_EXPECTED_FORMAT}."
+        return InvalidToolCall(tool=call.tool, message=self.escape(message))
 
 
-def format_call(call: ToolCall) -> str:
-    """Return a call as a policy writes it."""
-    body = json.dumps({"name": call.tool, "arguments": call.arguments})
-    return f"{_OPEN_TAG}\n{body}\n{_CLOSE_TAG}"
+def opened_reasoning(context_text: str) -> str:
+    """Return the marker with which the generation prompt opens the reasoning of the next turn.
+
+    Many templates end the prompt with the marker, so that a turn has the closing one alone, and
+    none if it is cut off. What this returns belongs before the text of such a turn.
+
+    Args:
+        context_text: The end of the text before the turn.
+
+    Returns:
+        The marker with the white space behind it; empty if the prompt opens no reasoning.
+    """
+    match = _OPENED_REASONING.search(context_text)
+    return match[0] if match else ""
 
 
 def split_reasoning(turn_text: str) -> tuple[str, str]:
@@ -126,26 +115,55 @@ def split_reasoning(turn_text: str) -> tuple[str, str]:
 
     A chain of thought that was not closed leaves no rest.
     """
-    reasoning, end, rest = turn_text.rpartition(REASONING_END)
-    if not end and turn_text.lstrip().startswith(REASONING_START):
-        reasoning, rest = rest, ""
-    return reasoning.strip().removeprefix(REASONING_START).strip(), rest.strip()
+    return _join(_split(turn_text))
 
 
-def _guess_tool_name(body: str) -> str:
-    """Return the tool that a broken call probably means, for the records."""
-    match = re.search(r'"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"', body)
-    return match[1] if match else UNKNOWN_TOOL
+@dataclass(slots=True, frozen=True)
+class _Piece:
+    """A part of a turn."""
+
+    text: str
+    """As the policy wrote it, for the reasoning without its markers."""
+    is_reasoning: bool = False
+    call: ToolCall | UnreadableCall | None = None
 
 
-def _parse_json(text: str) -> Any:
-    """Parse JSON; half a surrogate pair, which cannot be written to a file, becomes `?`."""
-    value = json.loads(text, parse_constant=_reject_constant)
-    if "\\ud" not in text.lower():
-        return value
-    plain = json.dumps(value, ensure_ascii=False).encode("utf-8", "replace").decode("utf-8")
-    return json.loads(plain)
+def _split(turn_text: str) -> list[_Piece]:
+    """Return reasoning, calls and the text between them, in order.
+
+    Reasoning reaches from its opening marker to the next closing one, or to the end. A closing
+    marker before any reasoning has been opened ends one that began before the turn. Markers within
+    the JSON of a call are text of the call.
+    """
+    pieces: list[_Piece] = []
+    start = place = 0
+    has_reasoning = False
+    while mark := _MARK.search(turn_text, place):
+        place = mark.end()
+        if mark[0] == REASONING_END:
+            if not has_reasoning:
+                pieces = [_Piece(turn_text[: mark.start()], is_reasoning=True)]
+                start, has_reasoning = place, True
+            continue
+        pieces.append(_Piece(turn_text[start : mark.start()]))
+        if mark[0] == REASONING_START:
+            end = turn_text.find(REASONING_END, place)
+            end = len(turn_text) if end < 0 else end
+            pieces.append(_Piece(turn_text[place:end], is_reasoning=True))
+            place, has_reasoning = min(end + len(REASONING_END), len(turn_text)), True
+        else:
+            call, place = read_call(turn_text, place)
+            pieces.append(_Piece(turn_text[mark.start() : place], call=call))
+        start = place
+    pieces.append(_Piece(turn_text[start:]))
+    return pieces
 
 
-def _reject_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not a JSON value")
+def _join(pieces: Iterable[_Piece]) -> tuple[str, str]:
+    """Return the reasoning and the other text of the pieces."""
+    reasoning: list[str] = []
+    content: list[str] = []
+    for piece in pieces:
+        (reasoning if piece.is_reasoning else content).append(piece.text)
+    thoughts = filter(None, (thought.strip() for thought in reasoning))
+    return "\n".join(thoughts), "".join(content).strip()

@@ -26,6 +26,7 @@ from mcp.shared.exceptions import MCPError
 from mcp.shared.message import SessionMessage
 
 from mega_agentrl.sandbox.command import SandboxedCommand, SandboxedProcess, start
+from mega_agentrl.tool.base import ToolInputError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable
@@ -106,7 +107,7 @@ class McpConnection:
         """Return the answer of a tool.
 
         Raises:
-            ValueError: The server refuses the arguments.
+            ToolInputError: The server refuses the arguments.
             McpServerError: The server failed or is gone.
         """
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments)
@@ -155,7 +156,7 @@ class McpConnection:
             return await work
         except MCPError as error:
             if error.code == mcp_types.INVALID_PARAMS:
-                raise ValueError(self._config.redact(error.message)) from None
+                raise ToolInputError(self._config.redact(error.message)) from None
             if error.code == mcp_types.CONNECTION_CLOSED:
                 self._loss = self._loss or "the server closed the connection"
                 await self._wait_for_stderr()

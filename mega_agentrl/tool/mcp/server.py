@@ -260,7 +260,7 @@ class McpTool(Tool):
         """Call the tool.
 
         Raises:
-            ValueError: The server refuses the arguments.
+            ToolInputError: The server refuses the arguments.
             McpServerError: The server failed, died or hangs.
         """
         connection = await self._server.connection_of(state)

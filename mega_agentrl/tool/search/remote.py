@@ -22,6 +22,7 @@ import httpx
 
 from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.search.local_index import Document
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key, normalize_query
 from mega_agentrl.tool.web.retry import RequestRetrier, raise_for_status, read_body
@@ -74,26 +75,23 @@ class RemoteSearch:
         """Return the best documents, best first.
 
         Raises:
-            ValueError: the query is empty or too long.
+            ToolInputError: the query is empty or too long.
             TimeoutError: the server missed the deadline.
             RuntimeError: the server failed or its response has an unexpected format.
+            ValueError: a cached response is damaged.
         """
         query = normalize_query(query)
         if not query:
-            raise ValueError("The query is empty.")
+            raise ToolInputError("The query is empty.")
         if len(query) > MAX_QUERY_CHARS:
-            raise ValueError(
+            raise ToolInputError(
                 f"The query has {len(query)} characters, expected at most {MAX_QUERY_CHARS}."
             )
         key = cache_key("search", self._config.backend, self._config.source, query, top_k)
         payload, _ = await self._request_cache.get_or_fetch(
             key, lambda: self._fetch_documents(query, top_k)
         )
-        try:
-            return from_builtins(list[Document], json.loads(payload), "documents of a cached query")
-        except ValueError as error:
-            # A `ValueError` would blame the policy.
-            raise RuntimeError(str(error)) from error
+        return from_builtins(list[Document], json.loads(payload), "documents of a cached query")
 
     async def close(self) -> None:
         """Close the connections of the running event loop."""

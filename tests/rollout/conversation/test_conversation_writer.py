@@ -189,3 +189,39 @@ async def test_the_engines_context_bounds_a_turn_that_is_rendered_anew(codecs):
     last = script.requests[-1]
     assert len(last.token_ids) + last.max_tokens == limit
     assert got.stop_reason is StopReason.length
+
+
+def open_reasoning(template):
+    """The template with a generation prompt that opens the reasoning."""
+    opened = template.replace(
+        "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n' }}"
+    )
+    assert opened != template
+    return opened
+
+
+@pytest.fixture(scope="module")
+def opening_codec(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opens") / "qwen25"
+    return HFCodec(save_tokenizer("qwen25", folder, open_reasoning))
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["appended", "rendered_anew"])
+async def test_nothing_is_called_in_reasoning_that_the_generation_prompt_opened(
+    opening_codec, anew
+):
+    maybe = f"maybe {call(a=1, b=2)} but first"
+    got, _ = await converse(opening_codec, [maybe], use_inference_chat_template=anew)
+    assert (got.stop_reason, got.num_tool_calls) == (StopReason.eos, 0)
+    # The same in the next turn, whose prompt stands in the response.
+    turns = [f"{maybe}</think>{call(a=3, b=4)}", maybe]
+    got, script = await converse(opening_codec, turns, use_inference_chat_template=anew)
+    assert (got.stop_reason, got.num_tool_calls) == (StopReason.eos, 1)
+    assert [turn.outcome.answer for turn in got.turns if turn.outcome] == ["7"]
+    ends = [opening_codec.decode(request.token_ids[-20:]) for request in script.requests]
+    assert all(end.endswith("<think>\n") for end in ends)
+
+
+async def test_reasoning_that_the_policy_opens_and_does_not_close_calls_nothing(codecs):
+    got, _ = await converse(codecs["qwen3"], [f"<think>\nmaybe {call(a=1, b=2)} but first"])
+    assert (got.stop_reason, got.num_tool_calls) == (StopReason.eos, 0)

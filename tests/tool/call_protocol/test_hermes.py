@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import CallProtocol
-from mega_agentrl.tool.call_protocol.hermes import UNKNOWN_TOOL, HermesProtocol
+from mega_agentrl.tool.call_protocol.hermes import (
+    HermesProtocol,
+    opened_reasoning,
+    split_reasoning,
+)
+from mega_agentrl.tool.call_protocol.json_call import UNKNOWN_TOOL, format_call
+from mega_agentrl.tool.call_protocol.json_text import MAX_DEPTH
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.records import InvalidToolCall, ToolCall, ToolStatus
@@ -32,6 +38,8 @@ def call(body):
         (call('{"name": "search", "arguments": "{\\"query\\": \\"a\\"}"}'), [WANTED]),
         (call('{"name": "now"}'), [ToolCall(tool="now", arguments={})]),
         ("</tool_call>", []),
+        ("<tool_call>\n" + GOOD, [WANTED]),
+        (f"{call(GOOD)}\n<tool_call>{GOOD} \n", [WANTED, WANTED]),
     ],
 )
 def test_calls_in_order(text, expected):
@@ -41,7 +49,17 @@ def test_calls_in_order(text, expected):
 @pytest.mark.parametrize(
     ("body", "name", "what"),
     [
-        ('{"name": "search", "arguments": {', "search", "not JSON"),
+        ('{"name": "search", "arguments": {', "search", "brace or bracket is missing"),
+        ('{"name": "search", "arguments": {"query": "a"}', "search", "brace or bracket is missing"),
+        (GOOD + "}", "search", "text behind its object"),
+        ('{"name": "search", "arguments": {"query": "a}}', "search", "Unterminated string"),
+        ("{'name': 'search', 'arguments': {}}", UNKNOWN_TOOL, "at character 2"),
+        ('{"name": "search", "query": "a"}', "search", "no arguments, but query"),
+        ('{"name": "search", "args": {"query": "a"}}', "search", "no arguments, but args"),
+        ('{"name": "search", "arguments": {"x": 1e999}}', "search", "too large"),
+        ('{"name": "f", "arguments": {"x": ' + "[" * 300 + "]" * 300 + "}}", "f", "levels deep"),
+        ('{"name": "f", "arguments": "' + "[" * 300 + '"}', "f", "not JSON"),
+        ('{"name": ""}', UNKNOWN_TOOL, "no name"),
         ("search('a')", UNKNOWN_TOOL, "not JSON"),
         ("[1]", UNKNOWN_TOOL, "no name"),
         ('{"arguments": {}}', UNKNOWN_TOOL, "no name"),
@@ -64,6 +82,150 @@ def test_a_call_that_is_not_closed_does_not_hide_the_next():
     first, second = PROTOCOL.parse_calls("<tool_call>" + GOOD + call(GOOD))
     assert isinstance(first, InvalidToolCall) and "closing tag" in first.message
     assert second == WANTED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a </tool_call> b",
+        "<tool_call>",
+        call(GOOD),
+        "<think> a </think> b",
+        "</think>",
+        '"}}\n</tool_call>',
+        "\\",
+        "a\nb",
+    ],
+)
+@pytest.mark.parametrize("closing", ["\n</tool_call>", "</tool_call>\n", ""])
+def test_a_call_ends_where_its_json_ends(text, closing):
+    body = json.dumps({"name": "edit", "arguments": {"text": text}})
+    turn = f"<think>so</think>\nI write. <tool_call>\n{body}{closing}"
+    wanted = ToolCall(tool="edit", arguments={"text": text})
+    assert PROTOCOL.parse_calls(turn) == (wanted,)
+    parts = PROTOCOL.split_turn(turn)
+    assert (parts.reasoning, parts.content, parts.calls) == ("so", "I write.", (wanted,))
+    if closing:
+        assert PROTOCOL.parse_calls(turn + call(GOOD)) == (wanted, WANTED)
+
+
+def test_a_broken_call_is_one_call_whatever_its_texts_hold():
+    body = '{"name": "edit", "arguments": {"text": "a </tool_call> <tool_call>' + "x" + '"}'
+    broken, following = PROTOCOL.parse_calls(call(body) + call(GOOD))
+    assert isinstance(broken, InvalidToolCall) and broken.tool == "edit"
+    assert following == WANTED
+    # The text of this one is not closed on its line, so that the next call is still found.
+    broken, following = PROTOCOL.parse_calls(
+        call('{"name": "edit", "arguments": {"text": "a}}') + call(GOOD)
+    )
+    assert isinstance(broken, InvalidToolCall) and following == WANTED
+
+
+def test_an_unescaped_quote_in_a_text_does_not_make_a_part_of_the_text_a_call():
+    body = (
+        '{"name": "write", "arguments": {"text": "use ' + f"<tool_call>{GOOD}</tool_call>" + '"}}'
+    )
+    (broken,) = PROTOCOL.parse_calls(call(body))
+    assert isinstance(broken, InvalidToolCall) and broken.tool == "write"
+
+
+def test_any_number_of_broken_calls_is_read():
+    for text in ("<tool_call>{", '<tool_call>"\\', '<tool_call>\\"', "<think>", '<tool_call>{"a'):
+        calls = PROTOCOL.parse_calls(text * 2_000)
+        assert all(isinstance(one, InvalidToolCall) for one in calls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param('{"name": "search", "parameters": {"query": "a"}}', id="llama"),
+        pytest.param(
+            '{"name": "search", "arguments": null, "parameters": {"query": "a"}}', id="null beside"
+        ),
+        pytest.param(
+            '{"type": "function", "function": {"name": "search", "arguments": {"query": "a"}}}',
+            id="openai",
+        ),
+        pytest.param('{"id": "1", "name": "search", "arguments": {"query": "a"}}', id="with an id"),
+        pytest.param(
+            json.dumps({"name": "search", "arguments": json.dumps({"query": "a"})}),
+            id="encoded once",
+        ),
+        pytest.param(
+            json.dumps({"name": "search", "arguments": json.dumps(json.dumps({"query": "a"}))}),
+            id="encoded twice",
+        ),
+        pytest.param(
+            json.dumps({"name": "search", "parameters": json.dumps({"query": "a"})}),
+            id="llama encoded",
+        ),
+        pytest.param(json.dumps(GOOD), id="whole call encoded"),
+    ],
+)
+def test_other_forms_of_the_same_call_are_read(body):
+    assert PROTOCOL.parse_calls(call(body)) == (WANTED,)
+
+
+@pytest.mark.parametrize("arguments", ["{}", "null", '""', '" "', '"{}"', '"null"', '"\\"{}\\""'])
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_a_call_without_arguments_has_no_arguments(key, arguments):
+    (made,) = PROTOCOL.parse_calls(call(f'{{"name": "now", "{key}": {arguments}}}'))
+    assert made == ToolCall(tool="now", arguments={})
+    assert PROTOCOL.parse_calls(format_call(made)) == (made,)
+
+
+def test_a_raw_line_break_in_a_text_is_one():
+    (made,) = PROTOCOL.parse_calls(
+        call('{"name": "python", "arguments": {"code": "x = 1\n\tprint(x)"}}')
+    )
+    assert made.arguments == {"code": "x = 1\n\tprint(x)"}
+
+
+def test_arguments_may_be_nested_up_to_the_limit():
+    value = json.loads("[" * (MAX_DEPTH - 2) + "]" * (MAX_DEPTH - 2))
+    (made,) = PROTOCOL.parse_calls(format_call(ToolCall(tool="f", arguments={"x": value})))
+    assert made == ToolCall(tool="f", arguments={"x": value})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "opened"),
+    [
+        ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+        ("<|im_start|>assistant\n<think>", "<think>"),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("<|im_start|>assistant\n", ""),
+        ("put it into <think> tags.\nassistant\n", ""),
+    ],
+)
+def test_the_generation_prompt_may_open_the_reasoning(prompt, opened):
+    assert opened_reasoning(prompt) == opened
+
+
+CUT_OFF = f"maybe {call(GOOD)} but first"
+
+
+@pytest.mark.parametrize(
+    ("turn", "reasoning", "content", "num_calls"),
+    [
+        pytest.param(f"<think>\n{CUT_OFF}", CUT_OFF, "", 0, id="cut off"),
+        pytest.param(f"<think>\n<think>{CUT_OFF}", f"<think>{CUT_OFF}", "", 0, id="opened twice"),
+        pytest.param(f"Well. <think>{CUT_OFF}", CUT_OFF, "Well.", 0, id="cut off after a text"),
+        pytest.param(f"<think>a</think>b<think>{CUT_OFF}", f"a\n{CUT_OFF}", "b", 0, id="second"),
+        pytest.param(f"{CUT_OFF}</think> So.", CUT_OFF, "So.", 0, id="closed alone"),
+        pytest.param(f"a</think>b {call(GOOD)} c", "a", "b  c", 1, id="call behind"),
+        pytest.param(
+            f"<think>a</think>{call(GOOD)}<think>b</think>c", "a\nb", "c", 1, id="between"
+        ),
+        pytest.param("<think>a</think> the tag </think>", "a", "the tag </think>", 0, id="quoted"),
+    ],
+)
+def test_calls_within_the_reasoning_are_none(turn, reasoning, content, num_calls):
+    assert PROTOCOL.parse_calls(turn) == (WANTED,) * num_calls
+    parts = PROTOCOL.split_turn(turn)
+    assert (parts.reasoning, parts.content) == (reasoning, content)
+    assert parts.calls == (WANTED,) * num_calls
+    if not num_calls:
+        assert split_reasoning(turn) == (reasoning, content)
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark_and_a_whole_one_stays():

@@ -8,6 +8,7 @@ from tenacity.wait import wait_none
 
 from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.config.sections.tools import SearchToolConfig, WebRequestConfig
+from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.search.local_index import Document
 from mega_agentrl.tool.search.remote import RemoteSearch
 from mega_agentrl.tool.web import retry
@@ -81,7 +82,7 @@ async def test_a_web_search_api():
 async def test_bad_queries_are_not_asked():
     with serving(answering(RETRIEVED)) as server:
         for query in ("", " \n\0", "x" * 2001):
-            with pytest.raises(ValueError, match="The query"):
+            with pytest.raises(ToolInputError, match="The query"):
                 await remote(server).search(query, 1)
     assert server.requests == []
 
