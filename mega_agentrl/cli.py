@@ -15,6 +15,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, NoReturn
@@ -34,6 +35,7 @@ from mega_agentrl.config.override_keys import (
     check_overrides,
     check_yaml_keys,
     compose_settings,
+    last_value,
     parse_command_line,
     register_schema,
     repeated_keys,
@@ -41,11 +43,22 @@ from mega_agentrl.config.override_keys import (
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sweep_overrides import without_swept
+from mega_agentrl.report.config_diff import complete_settings
+from mega_agentrl.report.run_start import append_start
 from mega_agentrl.report.terminal_warnings import TerminalWarnings
 from mega_agentrl.runtime.cluster import ClusterConnection
+from mega_agentrl.runtime.start_record import collect_start
 from mega_agentrl.train import sweep
-from mega_agentrl.train.resume.run_dir import METRICS_FILE, create_run_dir, prepare_run_dir
+from mega_agentrl.train.resume.run_dir import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    create_run_dir,
+    prepare_run_dir,
+    prepare_sweep_dir,
+)
+from mega_agentrl.train.resume.run_lock import lock_run_dir
 from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted, SignalHandler
+from mega_agentrl.types.atomic_file import atomic_write
 from mega_agentrl.types.errors import AuxiliaryModelLostError, RunStoppedError
 
 if TYPE_CHECKING:
@@ -61,13 +74,17 @@ def _fail(message: object, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _fail_run(message: object, code: int) -> NoReturn:
-    """End a failed run and the process; in a sweep, end only this job."""
+def _fail_run(message: object, code: int, *, owns_folder: bool = True) -> NoReturn:
+    """End a failed run and the process; in a sweep, end only this job.
+
+    `owns_folder` is false if another process runs in the folder.
+    """
     if not _in_sweep():
         _fail(message, code)
     hydra_config = HydraConfig.get()
     run_dir = Path(hydra_config.runtime.output_dir)
-    sweep.write_job_file(run_dir, hydra_config.overrides.task, failed=str(message))
+    if owns_folder:
+        sweep.write_job_file(run_dir, hydra_config.overrides.task, failed=str(message))
     raise sweep.SweepJobFailed(f"mega_agentrl: {run_dir.name}: {message}")
 
 
@@ -101,23 +118,62 @@ def run(composed: DictConfig) -> float:
     try:
         config = _to_config(composed)
         check_config(config)
-        run_dir = Path(config.run_dir)
-        settings = OmegaConf.to_yaml(composed, resolve=True)
+    except ValueError as error:
+        _fail_run(error, EXIT_BAD_INPUT)
+    run_dir = Path(config.run_dir)
+    with ExitStack() as stack:
+        _open_run_dir(config, _settings_text(composed), stack)
+        _set_up_file_logging(run_dir)
+        # A sweep launcher calls `run` without `__main__`, which installs the handlers otherwise.
+        PROCESS_SIGNAL_HANDLER.install()
+        cluster = stack.enter_context(ClusterConnection(config))
+        inputs = _read_inputs(config, run_dir, cluster)
+        if inputs.total_steps != config.total_steps:
+            config = _set_total_steps(config, inputs.total_steps)
+            composed.total_steps = inputs.total_steps
+            atomic_write(run_dir / CONFIG_FILE, _settings_text(composed))
+        return _train(config, inputs, run_dir, cluster)
+
+
+def _settings_text(composed: DictConfig) -> str:
+    """Return all settings as yaml, with the options of the algorithm that are not set."""
+    settings = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
+    assert isinstance(settings, dict)
+    return OmegaConf.to_yaml(OmegaConf.create(complete_settings(settings)))
+
+
+def _open_run_dir(config: TrainConfig, settings: str, stack: ExitStack) -> None:
+    """Lock the run folder for as long as `stack` is open, prepare it, and record the start."""
+    run_dir, hydra_config = Path(config.run_dir), HydraConfig.get()
+    try:
+        create_run_dir(run_dir)
+        stack.enter_context(lock_run_dir(run_dir))
+    except ValueError as error:
+        _fail_run(error, EXIT_BAD_INPUT, owns_folder=False)
+    try:
         is_resumed, renamed_dir = prepare_run_dir(run_dir, settings, resume=config.resume)
+        if renamed_dir is not None:  # the lock has moved with the earlier run, and is kept, too
+            stack.enter_context(lock_run_dir(run_dir))
     except ValueError as error:
         _fail_run(error, EXIT_BAD_INPUT)
     if _in_sweep():
-        sweep.write_job_file(run_dir, HydraConfig.get().overrides.task)
+        sweep.write_job_file(run_dir, hydra_config.overrides.task)
     if is_resumed:
-        print(f"resuming the unfinished run in {run_dir}")
+        print(f"continuing the run in {run_dir}")
     if renamed_dir is not None:
         print(f"moved the earlier run in {run_dir} to {renamed_dir}")
-    _set_up_file_logging(run_dir)
-    # A sweep launcher calls `run` without `__main__`, which installs the handlers otherwise.
-    PROCESS_SIGNAL_HANDLER.install()
-    with ClusterConnection(config) as cluster:
-        inputs = _read_inputs(config, run_dir, cluster)
-        return _train(config, inputs, run_dir, cluster)
+    choices = hydra_config.runtime.choices
+    presets = {group: str(choices[group]) for group in choices if not group.startswith("hydra/")}
+    append_start(run_dir, collect_start(hydra_config.overrides.task, presets))
+
+
+def _set_total_steps(config: TrainConfig, total_steps: int) -> TrainConfig:
+    """Return the configuration with the steps that `total_epochs` amounts to, after its checks."""
+    try:
+        check_config(replace(config, total_steps=total_steps, total_epochs=0))
+        return replace(config, total_steps=total_steps)
+    except ValueError as error:
+        _fail_run(error, EXIT_BAD_INPUT)
 
 
 def _read_inputs(config: TrainConfig, run_dir: Path, cluster: ClusterConnection) -> RunInputs:
@@ -256,7 +312,7 @@ def _check_command_line(line: CommandLine, folder: Path) -> None:
         return
     if not line.is_sweep:
         _check_values(composed)
-    _check_run_dir(composed)
+    _check_run_dir(line, composed)
 
 
 def _check_values(composed: DictConfig) -> None:
@@ -269,17 +325,25 @@ def _check_values(composed: DictConfig) -> None:
     check_config(config)
 
 
-def _check_run_dir(composed: DictConfig) -> None:
+def _check_run_dir(line: CommandLine, composed: DictConfig) -> None:
     """Create the folder of the run or sweep; on failure Hydra would print a traceback.
 
     A path with an interpolation is only checked: Hydra may resolve it to another path later (the
     time of day), or only Hydra can resolve it (`${hydra.job.num}`).
     """
-    if not OmegaConf.is_interpolation(composed, "run_dir"):
-        create_run_dir(Path(composed.run_dir))
+    key = "hydra.sweep.dir" if line.is_sweep else "hydra.run.dir"
+    given = last_value(line.overrides, key)  # replaces run_dir
+    if "${" in str(given or ""):
         return
-    with suppress(OmegaConfBaseException):
-        check_run_dir(composed.run_dir)
+    if given is None and OmegaConf.is_interpolation(composed, "run_dir"):
+        with suppress(OmegaConfBaseException):
+            check_run_dir(composed.run_dir)
+        return
+    folder = Path(str(given or composed.run_dir))
+    create_run_dir(folder)
+    moved_to = prepare_sweep_dir(folder, resume=composed.resume) if line.is_sweep else None
+    if moved_to is not None:
+        print(f"moved the earlier run in {folder} to {moved_to}")
 
 
 def _print_help(text: str) -> None:
@@ -292,8 +356,8 @@ def _print_help(text: str) -> None:
 
 def main() -> None:
     """Check the command line, then run the configuration that Hydra composes from it."""
-    line = parse_command_line(sys.argv[1:])
     try:
+        line = parse_command_line(sys.argv[1:])
         folder = find_config_dir()
         if line.asks_help:
             _print_help(help_text(line.overrides, folder, *line.config_dirs))

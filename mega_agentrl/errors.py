@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import Enum
+
 _MAX_SHOWN_CHARS = 500
 """Length from which a value is abbreviated in a message."""
 
@@ -38,9 +41,20 @@ class InputError(ValueError):
 def abbreviate(value: object) -> str:
     """Return the value as text of at most about `_MAX_SHOWN_CHARS`; only strings are quoted."""
     try:
-        text = repr(value) if type(value) is str else str(value)
+        text = repr(value) if type(value) is str else str(_without_enums(value))
     except ValueError:  # Python prints no integer of thousands of digits, also not within a list
         return f"{type(value).__name__} with a number of too many digits"
     if len(text) <= _MAX_SHOWN_CHARS:
         return text
     return f"{text[:_MAX_SHOWN_CHARS]}... ({len(text)} characters)"
+
+
+def _without_enums(value: object) -> object:
+    """Return the value with the values of enumeration members in place of the members."""
+    if isinstance(value, Enum):
+        return value.value
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(map(_without_enums, value))  # type: ignore[call-overload]
+    if isinstance(value, Mapping):
+        return {_without_enums(key): _without_enums(item) for key, item in value.items()}
+    return value

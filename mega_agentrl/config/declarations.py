@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.peer_names import describe_class
 from mega_agentrl.config.ranges import Range
 from mega_agentrl.config.user_code import find_user_source, is_user_code
 
@@ -178,12 +179,17 @@ def _read_user_object(setting: CodeSetting, reference: str) -> Declaration:
         file, name = find_user_source(reference, setting.default_name)
         module = _parse(file)
     except (OSError, ImportError, SyntaxError, ValueError) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = _describe_source_error(error, reference)
         raise ConfigError(key, reference, expected, cause) from error
     try:
         return _read_definition(setting, module, name)
     except _UnreadableError as error:
         raise ConfigError(key, reference, expected, str(error)) from error
+
+
+def _describe_source_error(error: Exception, reference: str) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return "; ".join(filter(None, [text, describe_class(reference)]))
 
 
 def _read_definition(setting: CodeSetting, module: ast.Module, name: str) -> Declaration:
@@ -342,7 +348,7 @@ def check_keyword_function(
             return
         module = _parse(file)
     except (OSError, ImportError, SyntaxError, ValueError) as error:
-        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        cause = _describe_source_error(error, reference)
         raise ConfigError(key, reference, expected, cause) from error
     functions = [
         statement

@@ -24,6 +24,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_yaml
+from mega_agentrl.config.peer_names import describe_key
 from mega_agentrl.config.ranges import FieldType, setting_types
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sweep_overrides import sweep_dir_name
@@ -43,12 +44,13 @@ _field_types = cache(get_type_hints)  # uncached, evaluating the annotations tak
 def register_schema() -> None:
     """Register the schema and the resolver of `configs/train.yaml` with Hydra.
 
-    Options of estimators, losses and branching rules are the only dictionaries to which an override
-    adds an entry without a `+`: `algo.loss_options.clip_high=0.28`.
+    Options of estimators, losses and branching rules, and arguments of the user's agent, are the
+    only dictionaries to which an override adds an entry without a `+`:
+    `algo.loss_options.clip_high=0.28`.
     """
     schema = OmegaConf.structured(TrainConfig)
-    for setting in _CODE_SETTINGS:
-        OmegaConf.set_struct(OmegaConf.select(schema, setting.options_key), False)
+    for key in (*(setting.options_key for setting in _CODE_SETTINGS), "rollout.agent"):
+        OmegaConf.set_struct(OmegaConf.select(schema, key), False)
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("sweep_dir_name", sweep_dir_name, replace=True)
 
@@ -97,7 +99,8 @@ def setting_type(key: str) -> FieldType | None:
     kind: FieldType | None = None
     for name in key.split("."):
         if kind is not None:
-            kind = kind.item if kind.kind is dict else None
+            if kind.kind is not Any:  # whose entries may be anything at any depth
+                kind = kind.item if kind.kind is dict else None
         elif is_dataclass(hint := _field_types(section).get(name)) and isinstance(hint, type):
             section = hint
             continue
@@ -157,8 +160,17 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     """Parse `sys.argv[1:]`.
 
     Exits with Hydra's usage text for an unknown flag.
+
+    Raises:
+        InputError: A flag is one of another trainer.
     """
-    parsed = get_args_parser().parse_args(list(arguments))
+    parser = get_args_parser()
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    for flag in unknown:
+        if cause := describe_key(flag):
+            raise InputError("command line", flag, "key=value, without dashes", cause)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     return CommandLine(
         overrides=list(parsed.overrides),
         config_dirs=[Path(parsed.config_dir)] if parsed.config_dir else [],
@@ -253,7 +265,7 @@ def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None
 
 
 def _unknown_key(name: str, key: str, known: Iterable[str]) -> InputError:
-    cause = f"a mistyped key, nearest is {_suggest_names(key, known)}"
+    cause = describe_key(key) or f"a mistyped key, nearest is {_suggest_names(key, known)}"
     return InputError(name, key, "a known key", cause)
 
 
@@ -285,6 +297,12 @@ def _chosen_options(override: Override) -> Iterator[str]:
         yield from (str(item) for item in value)
     elif value is not None:
         yield str(value)
+
+
+def last_value(overrides: Sequence[str], key: str) -> Any | None:
+    """Return the value that overrides give to a key; None if they give none."""
+    values = [item.value() for item in map(_parse_override, overrides) if item.key_or_group == key]
+    return values[-1] if values else None
 
 
 def repeated_keys(overrides: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.peer_names import describe_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,7 +88,8 @@ def load_user_object(
         else:
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything
-        raise ConfigError(key, reference, expected, _describe_import_error(error)) from error
+        cause = _describe_import_error(error, reference)
+        raise ConfigError(key, reference, expected, cause) from error
     if not hasattr(module, name):
         defined = ", ".join(_defined_names(module)) or "nothing"
         raise ConfigError(
@@ -183,11 +185,12 @@ def source_location(function: Callable[..., Any]) -> str:
         return str(getattr(function, "__module__", "no source"))
 
 
-def _describe_import_error(error: BaseException) -> str:
+def _describe_import_error(error: BaseException, reference: str) -> str:
     """Return one line: the error, where in the user's code it was raised, and a probable cause."""
+    trace = traceback.extract_tb(error.__traceback__)
     frames = [
         (frame.filename, frame.lineno)
-        for frame in traceback.extract_tb(error.__traceback__)
+        for frame in trace
         if not frame.filename.startswith("<") and frame.filename not in _LOADER_FILES
     ]
     message = str(error)
@@ -200,4 +203,7 @@ def _describe_import_error(error: BaseException) -> str:
         text += f" ({'; raised in '.join(places)})"
     if isinstance(error, ModuleNotFoundError):
         text += "; not installed, mistyped, or not below the working folder or PYTHONPATH"
+        # What the line imports, or else what the setting names.
+        known = (describe_class(line) for line in (trace[-1].line or "", reference))
+        text += next((f"; {sentence}" for sentence in known if sentence), "")
     return text

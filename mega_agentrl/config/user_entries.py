@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError, check_range
 from mega_agentrl.config.input_files import read_yaml
+from mega_agentrl.config.peer_names import describe_class
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TIMEOUT_S, FieldType, Range
 from mega_agentrl.config.user_code import load_user_object
 
@@ -48,7 +49,11 @@ class UserEntry:
         """Return an object of the loaded class, which must be a complete subclass of `base`."""
         key, name = f"{self.key}, class_name", self.values["class_name"]
         if not (isinstance(user_class, type) and issubclass(user_class, base)):
-            raise ConfigError(key, name, expected, f"got {user_class!r}")
+            bases = getattr(user_class, "__mro__", ())
+            names = " ".join(f"{one.__module__}.{one.__qualname__}" for one in bases)
+            known = describe_class(names)
+            cause = f"got {user_class!r}" + (f"; {known}" if known else "")
+            raise ConfigError(key, name, expected, cause)
         if inspect.isabstract(user_class):
             missing = sorted(vars(user_class)["__abstractmethods__"])
             raise ConfigError(

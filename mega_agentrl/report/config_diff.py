@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
+from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.override_keys import known_sections
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.errors import InputError
 
@@ -49,9 +53,44 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def schema_defaults() -> dict[str, Any]:
     """Return the defaults of the schema by dotted key."""
+    return flatten_config(_nested_defaults())
+
+
+@cache
+def _nested_defaults() -> Mapping[Any, Any]:
     container = OmegaConf.to_container(OmegaConf.structured(TrainConfig), enum_to_str=True)
     assert isinstance(container, dict)
-    return flatten_config(container)
+    return container
+
+
+def complete_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings with the defaults that they leave out.
+
+    These are keys that a configuration of an earlier version lacks, and the options of the
+    advantage estimator, the loss and the branching rule.
+    """
+    complete = _fill(_nested_defaults(), settings, "")
+    for setting in (ESTIMATORS, LOSSES, BRANCHING_RULES):
+        section, _, key = setting.key.rpartition(".")
+        options_key = setting.options_key.rpartition(".")[2]
+        try:
+            declared = setting.find(str(complete[section][key])).options
+        except ConfigError:  # the user's file is gone
+            continue
+        given = complete[section][options_key]
+        options = {name: option.default for name, option in declared.items()}
+        complete[section] = complete[section] | {options_key: options | given}
+    return complete
+
+
+def _fill(defaults: Mapping[Any, Any], given: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
+    filled = {}
+    for key in (*defaults, *(key for key in given if key not in defaults)):
+        name, value = f"{prefix}{key}", given.get(key, defaults.get(key))
+        if name in known_sections() and isinstance(value, Mapping):
+            value = _fill(defaults[key], value, f"{name}.")
+        filled[key] = value
+    return filled
 
 
 def diff_configs(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[ConfigDifference]:

@@ -92,10 +92,26 @@ def run_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
         OSError: The command cannot be started.
     """
     child = start_child(command, stderr=subprocess.PIPE)
+    _, error = _communicate(child, command[0], timeout_s)
+    return child.returncode, error.decode("utf-8", "replace").strip()
+
+
+def read_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
+    """Run a short command; return its exit code and output.
+
+    Raises:
+        TimeoutError: The command ran past `timeout_s` and was killed.
+        OSError: The command cannot be started.
+    """
+    child = start_child(command, stdout=subprocess.PIPE)
+    output, _ = _communicate(child, command[0], timeout_s)
+    return child.returncode, output.decode("utf-8", "replace").strip()
+
+
+def _communicate(child: Child, name: str, timeout_s: float) -> tuple[bytes, bytes]:
     try:
-        _, error = child.communicate(timeout=timeout_s)
+        return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{command[0]} did not end within {timeout_s:g} s") from None
+        raise TimeoutError(f"{name} did not end within {timeout_s:g} s") from None
     finally:
         kill_child(child)
-    return child.returncode, error.decode("utf-8", "replace").strip()

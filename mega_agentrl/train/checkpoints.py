@@ -158,7 +158,7 @@ class CheckpointManager:
         self._is_saved = False
 
     def record_step(self, step: int, controllers: Controllers) -> None:
-        """Record the boundary after a step, and save it if a checkpoint is due.
+        """Record the boundary after a step, save it if a checkpoint is due, and finish its line.
 
         Call it while signals are deferred.
         """
@@ -168,6 +168,7 @@ class CheckpointManager:
         if step == self._config.total_steps or (every and step % every == 0):
             with self._logger.phase_timer.phase("save"):
                 self._save()
+        self._logger.finish_step()
 
     def _record_boundary(
         self, step: int, controllers: Controllers | None, progress: WarmStartProgress | None = None

@@ -8,7 +8,6 @@ owned and closed by the caller.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mega_agentrl.report.metrics_file import FIRST_FAILURE_METRIC
+from mega_agentrl.report.metrics_file import FIRST_FAILURE_METRIC, read_metrics
 from mega_agentrl.report.progress import StageProgress, StepSummary, format_duration
 from mega_agentrl.report.reward_curve import EvalPoint, StepPoint, write_reward_curve
 from mega_agentrl.report.validation_console import (
@@ -33,10 +32,15 @@ from mega_agentrl.rollout.metrics.entropy import EntropyCurves, collect_entropy_
 from mega_agentrl.rollout.metrics.failures import FailureCounts, count_failures
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.advantages import mismatch_metrics
-from mega_agentrl.train.output.metric_writer import MetricWriter, PhaseTimer, ThroughputMeter
+from mega_agentrl.train.output.metric_writer import (
+    MetricWriter,
+    PhaseTimer,
+    ThroughputMeter,
+    json_text,
+)
 from mega_agentrl.train.output.report_page import write_report
 from mega_agentrl.train.output.rollout_files import RolloutWriter
-from mega_agentrl.train.resume.run_dir import SUMMARY_FILE
+from mega_agentrl.train.resume.run_dir import METRICS_FILE, SUMMARY_FILE
 from mega_agentrl.types.atomic_file import atomic_write
 from mega_agentrl.types.monitoring import Monitors
 from mega_agentrl.types.serialization import to_builtins
@@ -57,6 +61,14 @@ TRAINING_STAGES = ("warm start", "RL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnwrittenLine:
+    """Metrics of an RL step whose line in `metrics.jsonl` follows after its checkpoint."""
+
+    step: int
+    metrics: Mapping[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggerState:
     """Data of the steps so far that the final summary needs."""
 
@@ -72,6 +84,20 @@ class LoggerState:
     """Failed trajectories of all RL steps."""
     stage_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage, including the one that is running."""
+    unwritten_line: UnwrittenLine | None = None
+    """The last step, with the seconds so far, if its line is not in the file yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnfinishedStep:
+    """An RL step that is logged but not written, because its checkpoint takes time, too."""
+
+    step: int
+    metrics: Mapping[str, float | str]
+    batch: TrainBatch
+    displayed: Mapping[str, float]
+    """Metrics of the progress line."""
+    warning: str
 
 
 class RunLogger:
@@ -101,6 +127,7 @@ class RunLogger:
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
         self._running_stage: tuple[str, float] | None = None
+        self._unfinished_step: _UnfinishedStep | None = None
 
     def __enter__(self) -> RunLogger:
         return self
@@ -119,6 +146,11 @@ class RunLogger:
         if self._running_stage is not None:
             title, start_s = self._running_stage
             stage_s[title] = stage_s.get(title, 0.0) + time.perf_counter() - start_s
+        line = None
+        if (unfinished := self._unfinished_step) is not None:
+            seconds = self.phase_timer.seconds
+            metrics = self._step_metrics(unfinished, seconds) | _time_metrics(seconds)
+            line = UnwrittenLine(step=unfinished.step, metrics=metrics)
         return LoggerState(
             step_points=tuple(self._step_points),
             eval_points=tuple(self._eval_points),
@@ -126,10 +158,16 @@ class RunLogger:
             entropy_curves=self._entropy_curves,
             failures=self._failures,
             stage_s=stage_s,
+            unwritten_line=line,
         )
 
     def load_state(self, state: LoggerState) -> None:
-        """Continue from what `state` returned."""
+        """Continue from what `state` returned; write the line that was not written."""
+        line = state.unwritten_line
+        if line is not None:
+            written = read_metrics(self.run_dir / METRICS_FILE).lines_of_stage("rl")
+            if all(earlier.step != line.step for earlier in written):
+                self._writer.write("rl", line.step, line.metrics)
         self._step_points = list(state.step_points)
         self._eval_points = list(state.eval_points)
         self._logprob_mismatches = list(state.logprob_mismatches)
@@ -150,6 +188,7 @@ class RunLogger:
         try:
             with progress as self._progress:
                 yield
+                self.finish_step()
         finally:
             self._running_stage = None
             before_s = self._stage_s.get(title, 0.0)
@@ -182,16 +221,16 @@ class RunLogger:
         extra_metrics: Mapping[str, float],
         sync_metrics: Mapping[str, float],
     ) -> None:
-        """Write and show one RL step.
+        """Log one RL step; `finish_step` writes and shows it.
 
         Reward and success are shown before any filter of groups. `extra_metrics` are those of
         advantages and controllers, by their full names.
         """
+        self.finish_step()
         trees = rollout_batch.trees
         if self._rollout_writer.should_save(step):
             with self.phase_timer.phase("save_rollouts"):
                 self._rollout_writer.save_step(step, trees, batch)
-        phase_s = self.phase_timer.pop_seconds()
         group_metrics = rollout_batch.metrics()
         mismatch = mismatch_metrics(batch)
         failures = count_failures(rollout_batch.finished_trees)
@@ -209,14 +248,10 @@ class RunLogger:
             **{f"actor/{name}": value for name, value in stats.metrics.items()},
             **{f"weight_sync/{name}": value for name, value in sync_metrics.items()},
         }
-        num_tokens = int(batch.length_B.sum())
-        throughput = self._throughput.step_metrics(batch, phase_s)
-        metrics |= throughput
         if self._monitors.gpu is not None:
             metrics |= self._monitors.gpu.collect()
         if self._monitors.memory is not None:
             metrics |= self._monitors.memory.collect()
-        self._write_metrics("rl", step, metrics, phase_s)
         reward = group_metrics["rollout/reward_unfiltered"]
         success = group_metrics["rollout/success_unfiltered"]
         self._step_points.append(StepPoint(step=step, reward=reward, success=success))
@@ -231,14 +266,38 @@ class RunLogger:
             displayed["held out"] = self._eval_points[-1].reward
         if failures.num_failed:
             displayed["failed"] = failures.failed_fraction
-        self._show_progress(
-            step,
-            displayed,
-            phase_s,
-            num_tokens,
-            unique_tokens_per_s=throughput["perf/unique_tokens_per_s"],
+        self._unfinished_step = _UnfinishedStep(
+            step=step,
+            metrics=metrics,
+            batch=batch,
+            displayed=displayed,
             warning=failures.describe(),
         )
+
+    def finish_step(self) -> None:
+        """Write and show the last RL step, with the seconds of what came after it.
+
+        Does nothing if that has been done.
+        """
+        unfinished, self._unfinished_step = self._unfinished_step, None
+        if unfinished is None:
+            return
+        phase_s = self.phase_timer.pop_seconds()
+        metrics = self._step_metrics(unfinished, phase_s)
+        self._write_metrics("rl", unfinished.step, metrics, phase_s)
+        self._show_progress(
+            unfinished.step,
+            unfinished.displayed,
+            phase_s,
+            int(unfinished.batch.length_B.sum()),
+            unique_tokens_per_s=float(metrics["perf/unique_tokens_per_s"]),
+            warning=unfinished.warning,
+        )
+
+    def _step_metrics(
+        self, unfinished: _UnfinishedStep, phase_s: Mapping[str, float]
+    ) -> dict[str, float | str]:
+        return {**unfinished.metrics, **self._throughput.step_metrics(unfinished.batch, phase_s)}
 
     def save_validation_rollouts(
         self, when: str, suffix: str, trees: Sequence[RolloutTree]
@@ -305,7 +364,7 @@ class RunLogger:
                 "after": _failure_summary(after.sampled.failures) if after else None,
             },
         }
-        atomic_write(self.run_dir / SUMMARY_FILE, json.dumps(summary, indent=1) + "\n")
+        atomic_write(self.run_dir / SUMMARY_FILE, json_text(summary, indent=1) + "\n")
         times = ", ".join(
             f"{name} {format_duration(value)}" for name, value in self._stage_s.items()
         )
@@ -336,8 +395,7 @@ class RunLogger:
         metrics: Mapping[str, float | str],
         phase_s: Mapping[str, float],
     ) -> None:
-        times = {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
-        self._writer.write(stage, step, {**metrics, **times})
+        self._writer.write(stage, step, {**metrics, **_time_metrics(phase_s)})
 
     def _show_progress(
         self,
@@ -360,6 +418,10 @@ class RunLogger:
                 warning=warning,
             )
         )
+
+
+def _time_metrics(phase_s: Mapping[str, float]) -> dict[str, float]:
+    return {f"time/{name}_s": seconds for name, seconds in phase_s.items()}
 
 
 def _eval_point(step: int, result: ValidationResult) -> EvalPoint:
@@ -401,7 +463,7 @@ def _eval_summary(result: ValidationResult) -> EvalSummary:
         },
         response_tokens_mean=metrics["rollout/response_tokens_mean"],
         num_questions=sampled.num_questions,
-        num_answers=sampled.num_questions * sampled.num_samples,
+        num_answers=sampled.failures.num_trajectories,
         scored=_scored_count(sampled.failures),
         scored_by_source={
             source: _scored_count(counts) for source, counts in sampled.failures_by_source.items()

@@ -72,11 +72,18 @@ def write_sweep_reports() -> None:
     while _pending_sweep_dirs:
         folder = _pending_sweep_dirs.pop()
         try:
-            print(compare_run_dirs([folder], folder))
+            print(compare_run_dirs(_job_dirs(folder), folder))
         except (ValueError, OSError) as error:
             print(f"mega_agentrl: no comparison of the sweep: {error}", file=sys.stderr)
         else:
             print(f"comparison of the sweep: {folder / 'comparison.md'}")
+
+
+def _job_dirs(folder: Path) -> list[Path]:
+    """Return the jobs of a sweep; the folder itself, where no run is, if none has started."""
+    from mega_agentrl.report.compare.run_result import find_job_dirs
+
+    return find_job_dirs(folder) or [folder]
 
 
 def compare_run_dirs(folders: Sequence[Path], out: Path) -> str:

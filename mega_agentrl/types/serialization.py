@@ -62,8 +62,8 @@ def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> 
 def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
     """Restore a value from the output of `to_builtins`, also after a round trip through JSON.
 
-    An integer may stand for a float; nothing else is coerced. Each record must have all of its
-    fields, including those with defaults, and no others.
+    An integer may stand for a float; nothing else is coerced. A missing field with a default has
+    the default, so that data of an earlier version can be read; unknown fields are refused.
 
     Args:
         kind: The record's class, or another type.
@@ -83,7 +83,7 @@ def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
 
 
 def _check_fields(value: Any, data: Any, where: str) -> None:
-    """Refuse unknown fields, which msgspec ignores, and missing ones, for which it takes defaults.
+    """Refuse unknown fields, which msgspec ignores.
 
     Args:
         value: The converted value.
@@ -95,14 +95,12 @@ def _check_fields(value: Any, data: Any, where: str) -> None:
     items: Iterable[tuple[Any, Any]]
     if is_dataclass(value):
         names = {spec.name for spec in fields(value)}
-        if data.keys() != names:
-            got = {
-                "unknown fields": sorted(data.keys() - names),
-                "missing fields": sorted(names - data.keys()),
-            }
-            expected = f"all fields of {type(value).__name__}"
-            raise InputError(where, got, expected, "data of another version")
-        items = [(name, getattr(value, name)) for name in names]
+        if unknown := sorted(data.keys() - names):
+            expected = f"only fields of {type(value).__name__}: {', '.join(sorted(names))}"
+            raise InputError(
+                where, f"unknown fields {unknown}", expected, "a newer version wrote it"
+            )
+        items = [(name, getattr(value, name)) for name in names & data.keys()]
     elif isinstance(value, Mapping):
         items = value.items()
     elif isinstance(value, Sequence) and not isinstance(value, _SCALARS):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,11 +34,12 @@ def refusal(config):
 
 def test_total_steps_from_epochs(config):
     config.data.prompts_per_step, config.total_epochs = 7, 3
+    before = deepcopy(config)
     given = read_inputs(config)
-    assert config.total_steps == -(-3 * len(given.prompts) // 7)
+    assert given.total_steps == -(-3 * len(given.prompts) // 7)
+    assert config == before, "what was checked is what runs"
     config.total_epochs, config.total_steps = 0, 5
-    read_inputs(config)
-    assert config.total_steps == 5
+    assert read_inputs(config).total_steps == 5
 
 
 def test_weights_count_in_epochs(config, assets, tmp_path):
@@ -49,7 +51,7 @@ def test_weights_count_in_epochs(config, assets, tmp_path):
     config.data.train = [f"{assets}/train.parquet", f"{again}@2"]
     config.data.prompts_per_step, config.total_epochs = 10, 3
     given = read_inputs(config)
-    assert config.total_steps == 78
+    assert given.total_steps == 78
     assert (len(given.prompts), sum(given.prompt_weights)) == (230, 260.0)
 
 

@@ -244,7 +244,8 @@ def outcome(config, components):
     folder = Path(config.run_dir)
     newest = run_state.valid_checkpoints(folder)[0]
     state = to_builtins(run_state.read_run_state(newest))
-    del state["logger_state"]["stage_s"]
+    for key in ("stage_s", "unwritten_line"):
+        del state["logger_state"][key]
     for plain in (state["validation_before"]["sampled"]["metrics"], state):
         _drop_times(plain)
     summary = json.loads((folder / "summary.json").read_text())

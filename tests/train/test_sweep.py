@@ -88,3 +88,14 @@ def test_runs_that_are_named_twice_count_once(tmp_path):
     with pytest.raises(InputError) as caught:
         compare_run_dirs([tmp_path / "none"], tmp_path)
     assert caught.value.name == str(tmp_path / "none")
+
+
+def test_the_comparison_of_a_sweep_shows_its_jobs_even_beside_an_earlier_run(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    for name in ("0-a", "1-b"):
+        write_job_file(tmp_path / name, ["algo=grpo", f"seed={name[0]}"])
+    start(tmp_path)
+    write_sweep_reports()
+    shown = capsys.readouterr().out
+    assert "0-a: unfinished" in shown and "1-b: unfinished" in shown
+    assert f"{tmp_path.name}: unfinished" not in shown

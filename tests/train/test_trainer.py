@@ -124,6 +124,16 @@ def test_chosen_steps_the_last_and_the_evaluations_leave_their_trees(components,
 
 
 @bare
+def test_the_time_of_a_save_is_in_the_line_of_the_step_that_it_saves(components, config, tmp_path):
+    config = replace(config, total_steps=3, save_every_steps=2)
+    train(components, config)
+    saved = [line["step"] for line in metric_lines(tmp_path, "rl") if "time/save_s" in line]
+    assert saved == [2, 3]
+    others = [line for line in metric_lines(tmp_path) if line["stage"] != "rl"]
+    assert not any("time/save_s" in line for line in others)
+
+
+@bare
 def test_the_summary_holds_the_entropy_curve_of_all_steps(components, config, tmp_path):
     train(components, config)
     curve = json.loads((tmp_path / "summary.json").read_text())["entropy_by_offset"]

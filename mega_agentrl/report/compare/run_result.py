@@ -94,18 +94,25 @@ def read_run_result(folder: Path) -> RunResult:
 
 
 def find_run_dirs(folder: Path) -> list[Path]:
-    """Return the run folders of a sweep by job number, or the folder itself if it is a run.
+    """Return the folder itself if it is a run, and the run folders of a sweep by job number.
+
+    Of the folders inside a run only those of a sweep's jobs are runs.
 
     Raises:
         ValueError: there is no run.
     """
     if _is_run(folder):
-        return [folder]
-    run_dirs = [path for path in folder.glob("*/") if _is_run(path)] if folder.is_dir() else []
+        return [folder, *find_job_dirs(folder)]
+    run_dirs = [path for path in folder.glob("*/") if _is_run(path)]
     if not run_dirs:
         expected = "the folder of a run or of a sweep"
         raise InputError(str(folder), "no run", expected, "no job of the sweep has started yet")
     return sorted(run_dirs, key=_job_order)
+
+
+def find_job_dirs(folder: Path) -> list[Path]:
+    """Return the folders of a sweep's jobs by their number; empty if there are none."""
+    return sorted((path.parent for path in folder.glob(f"*/{JOB_FILE}")), key=_job_order)
 
 
 def _is_run(folder: Path) -> bool:

@@ -33,6 +33,10 @@ class NvmlReader:
         """Number of GPUs."""
         return len(self._gpus)
 
+    def names(self) -> list[str]:
+        """Return the product name of each GPU."""
+        return [str(self._nvml.nvmlDeviceGetName(gpu)) for gpu in self._gpus]
+
     def read(self) -> list[GpuReading]:
         """Return a reading of each GPU, in NVML's order."""
         return [self._read(gpu) for gpu in self._gpus]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mega_agentrl.report.config_diff import ConfigDifference
     from mega_agentrl.report.metrics_file import MetricLog
     from mega_agentrl.report.page.chart_groups import ChartGroup
+    from mega_agentrl.report.run_start import RunStart
     from mega_agentrl.report.tree_viewer.embedded_trees import TreeFileView
 
 STYLE_FILES = ("page.css", "viewer.css")
@@ -48,6 +49,8 @@ class ReportPage:
     """Metrics of the run."""
     config_differences: Sequence[ConfigDifference] = ()
     """Settings that differ from the defaults."""
+    starts: Sequence[RunStart] = ()
+    """Starts of the run; the page shows the last one."""
     tree_files: Sequence[TreeFileView] = ()
     """Rollout trees by file."""
     max_colour_entropy: float = 1.0
@@ -109,6 +112,10 @@ def _sections(page: ReportPage, chart_blocks: list[Markup]) -> list[_Section]:
     if rows := tool_rows(page.log):
         sections.append(_table_section("tool-outcomes", "Tool outcomes", tool_table(rows)))
     sections += [_chart_section(group, chart_blocks) for group in groups.values()]
+    if page.starts:
+        facts = {**page.starts[-1].facts(), "number of starts": str(len(page.starts))}
+        table = render_template("start_table.html", facts=facts)
+        sections.append(_table_section("start", "What ran", table))
     if page.config_differences:
         sections.append(
             _table_section(

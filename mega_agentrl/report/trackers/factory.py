@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.checks.inputs import OPTIONAL_TRACKERS, check_report
 from mega_agentrl.config.enums import TrackerName
 from mega_agentrl.report.config_diff import read_config
+from mega_agentrl.report.run_start import read_starts
 from mega_agentrl.report.trackers.mlflow import MlflowTracker
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
 from mega_agentrl.report.trackers.wandb import WandbTracker
@@ -40,9 +41,10 @@ CONFIG_FILE = "config.yaml"
 
 @contextmanager
 def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Tracker]]:
-    """Open all trackers of the run, log its settings, and close them on exit.
+    """Open all trackers of the run, log its settings and start, and close them on exit.
 
-    The settings are read from `config.yaml` in the run folder, if it exists.
+    The settings are read from `config.yaml` in the run folder, and the start from `starts.jsonl`,
+    if they exist. Facts of the start are named `start.versions.torch`, for example.
 
     Raises:
         ValueError: a package is not installed or a port is in use.
@@ -64,8 +66,13 @@ def open_trackers(run_dir: Path, config: ReportConfig) -> Iterator[Sequence[Trac
             if tracker.run_id:
                 run_ids[name.value] = tracker.run_id
                 _write_run_ids(run_dir, run_ids)
+        settings = read_config(path)
+        for start in read_starts(run_dir)[-1:]:
+            facts = {f"start.{name}": fact for name, fact in start.facts().items()}
+            settings |= facts
+            text += "".join(f"# {name}: {json.dumps(fact)}\n" for name, fact in facts.items())
         for tracker in trackers:
-            tracker.log_config(read_config(path), text)
+            tracker.log_config(settings, text)
         yield trackers
 
 

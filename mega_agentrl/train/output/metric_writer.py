@@ -1,8 +1,9 @@
 """Write metrics, one JSON line per step, pass them to trackers, and time the phases of a step.
 
 `metrics.jsonl` holds ``{"step": int, "stage": str, "<name>": float, ...}``. Names are
-``area/name``; seconds are under ``time/``. A few values are strings, which trackers do not get. The
-file is plain text and not a `types.journal`, because people and other programs read it.
+``area/name``; seconds are under ``time/``. A few values are strings, which trackers do not get. A
+number that is not finite is null, because JSON has no other form for it. The file is plain text and
+not a `types.journal`, because people and other programs read it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.estimate.flops import peak_flops, train_flops
+from mega_agentrl.report.page.html import replace_non_finite
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.train.resume.run_dir import METRICS_FILE
 
@@ -46,6 +48,11 @@ class PhaseTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds by phase so far."""
+        return dict(self._seconds)
+
     def pop_seconds(self) -> dict[str, float]:
         """Return the seconds by phase, and reset them."""
         seconds, self._seconds = self._seconds, {}
@@ -65,8 +72,8 @@ class MetricWriter:
         self._file.close()
 
     def write(self, stage: str, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Write one line, non-finite values included."""
-        self._file.write(json.dumps({"stage": stage, "step": step, **metrics}) + "\n")
+        """Write one line; the trackers get numbers that are not finite as they are."""
+        self._file.write(json_text({"stage": stage, "step": step, **metrics}) + "\n")
         self._file.flush()
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, str)}
         for tracker in self._trackers:
@@ -122,6 +129,12 @@ class ThroughputMeter:
             )
             metrics["perf/mfu"] = flops / (phase_s[UPDATE_PHASE] * self._peak_flops)
         return metrics
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    """Return plain values as standard JSON, with null for numbers that are not finite."""
+    plain = replace_non_finite(value, lambda number: None)
+    return json.dumps(plain, indent=indent, allow_nan=False)
 
 
 def _count_unique(values: torch.Tensor) -> int:

@@ -28,6 +28,7 @@ from mega_agentrl.errors import InputError
 from mega_agentrl.report.config_diff import diff_configs, read_config, schema_defaults
 from mega_agentrl.report.metrics_file import read_metrics
 from mega_agentrl.report.page.render import ReportPage, render_page
+from mega_agentrl.report.run_start import read_starts
 from mega_agentrl.report.tree_viewer.embedded_trees import (
     EmbeddedTree,
     TreeFileSize,
@@ -111,6 +112,7 @@ def _load_page(run_dir: Path, budget_bytes: int) -> ReportPage:
         subtitle=_run_subtitle(config),
         log=log,
         config_differences=differences,
+        starts=read_starts(run_dir),
         tree_files=loader.tree_files,
         max_colour_entropy=max_colour_entropy(loader.entropies),
         notes=notes,

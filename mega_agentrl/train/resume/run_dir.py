@@ -1,6 +1,8 @@
 """Prepare the run folder: empty for a new run, unchanged for one that continues.
 
     run/config.yaml                    the settings, written before anything starts
+    run/starts.jsonl                   what ran: command, commits, versions (`report.run_start`)
+    run/run.lock                       locked while a process runs here (`run_lock`)
     run/metrics.jsonl                  exists once the run has started
     run/checkpoints/, run/warm_start/  checkpoints (`run_state`)
     run/critic/                        the critic's part of the checkpoints, if there is one
@@ -8,9 +10,10 @@
     run/summary.json                   exists once the run is finished
 
 An unfinished run continues if its settings are the same, except for those that only decide how and
-how long it computes (`MUTABLE_KEYS`). Any other run in the folder is renamed and kept beside it. An
-unfinished run with a checkpoint and other settings is an error instead, because a run of weeks
-should not be moved out of the way by a typing mistake.
+how long it computes (`MUTABLE_KEYS`). A setting that the earlier version did not have counts as its
+default. A finished run continues if it is asked for more steps or epochs. Any other run in the
+folder is renamed and kept beside it. An unfinished run with a checkpoint and other settings is an
+error instead, because a run of weeks should not be moved out of the way by a typing mistake.
 
 A folder that is created here can be entered by its owner only, because rollouts, settings and logs
 may hold private data. A folder that exists keeps its mode, also when its run is moved aside: to
@@ -20,6 +23,7 @@ share runs with a group, create the folder first.
 from __future__ import annotations
 
 import itertools
+import json
 import stat
 import tempfile
 from contextlib import suppress
@@ -29,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from hydra.experimental.callback import Callback
 
-from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE
+from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE, list_checkpoints
 from mega_agentrl.config.checks.inputs import check_run_dir
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.report.config_diff import flatten_config
+from mega_agentrl.report.config_diff import complete_settings, flatten_config
+from mega_agentrl.train.resume.run_lock import lock_run_dir
 from mega_agentrl.types.atomic_file import atomic_write
 
 if TYPE_CHECKING:
@@ -49,6 +54,7 @@ MUTABLE_KEYS = (
     "save_every_steps",
     "resume",
     "cluster.",
+    "data.accept_changed_rows",
     "engine.",
     "evaluate.every_steps",
     "batch.trees",
@@ -129,21 +135,55 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[b
     is_resumed, moved_to = False, None
     if (run_dir / METRICS_FILE).exists():
         is_resumed = resume and _is_resumable(run_dir, config_yaml)
-        moved_to = None if is_resumed else _move_aside(run_dir)
+        if is_resumed:  # from now on a finished run is an unfinished one
+            (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+        else:
+            moved_to = _move_aside(run_dir)
     create_private_folder(run_dir)
-    if moved_to is not None:
-        run_dir.chmod(stat.S_IMODE(moved_to.stat().st_mode))
     atomic_write(run_dir / CONFIG_FILE, config_yaml)
     return is_resumed, moved_to
+
+
+def prepare_sweep_dir(folder: Path, *, resume: bool) -> Path | None:
+    """Move a run aside whose folder a sweep gets, as a single run with other settings does.
+
+    A folder in which jobs of a sweep are stays, because they may continue.
+
+    Args:
+        folder: The folder of the sweep.
+        resume: Whether an unfinished run with a checkpoint is an error.
+
+    Returns:
+        Where the run was moved; None without one.
+
+    Raises:
+        ConfigError: The folder contains an unfinished run with a checkpoint, or a run that has not
+            ended.
+    """
+    # `report` is slow to import, and this module is imported at the start of every process.
+    from mega_agentrl.report.compare.run_result import find_job_dirs
+
+    is_run = (folder / CONFIG_FILE).exists() or (folder / METRICS_FILE).exists()
+    if not is_run or find_job_dirs(folder):
+        return None
+    if resume and _has_checkpoint(folder) and not (folder / SUMMARY_FILE).exists():
+        raise ConfigError(
+            "run_dir",
+            f"{folder}, which has an unfinished run with a checkpoint",
+            "another run_dir for the sweep, or resume=false, which moves that run aside",
+            "the experiment of the sweep has the run_dir of a single run",
+        )
+    with lock_run_dir(folder):
+        return _move_aside(folder)
 
 
 def changed_keys(earlier: str, now: str) -> list[str]:
     """Return dotted keys whose values differ between two `config.yaml` texts.
 
-    `MUTABLE_KEYS` are left out.
+    A missing key has its default. `MUTABLE_KEYS` are left out.
     """
     old_settings, new_settings = (
-        flatten_config(yaml.safe_load(text) or {}) for text in (earlier, now)
+        flatten_config(complete_settings(yaml.safe_load(text) or {})) for text in (earlier, now)
     )
     return [
         key
@@ -157,15 +197,15 @@ def changed_keys(earlier: str, now: str) -> list[str]:
 
 
 def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
-    if (run_dir / SUMMARY_FILE).exists() or not (run_dir / CONFIG_FILE).is_file():
+    if not (run_dir / CONFIG_FILE).is_file():
         return False
-    keys = changed_keys((run_dir / CONFIG_FILE).read_text(encoding="utf-8"), config_yaml)
+    earlier = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
+    keys = changed_keys(earlier, config_yaml)
+    if (run_dir / SUMMARY_FILE).exists():
+        return not keys and _is_longer(run_dir, earlier, config_yaml)
     if not keys:
         return True
-    if not any(
-        any((run_dir / name).glob(f"*/{MANIFEST_FILE}"))
-        for name in (CHECKPOINTS_DIR, WARM_START_DIR)
-    ):
+    if not _has_checkpoint(run_dir):
         return False
     raise ConfigError(
         "run_dir",
@@ -176,8 +216,31 @@ def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
     )
 
 
+def _has_checkpoint(run_dir: Path) -> bool:
+    folders = (run_dir / name for name in (CHECKPOINTS_DIR, WARM_START_DIR))
+    return any(any(folder.glob(f"*/{MANIFEST_FILE}")) for folder in folders)
+
+
+def _is_longer(run_dir: Path, earlier: str, now: str) -> bool:
+    """Return whether a finished run has a checkpoint and is asked for more steps or epochs.
+
+    The number of steps of an epoch is unknown here: epochs after a run of steps count as more.
+    """
+    folders = (run_dir / name for name in (CHECKPOINTS_DIR, WARM_START_DIR))
+    if not any(list_checkpoints(folder) for folder in folders):
+        return False
+    old, new = (complete_settings(yaml.safe_load(text)) for text in (earlier, now))
+    if new["total_epochs"]:
+        return bool(new["total_epochs"] > old["total_epochs"])
+    summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+    return bool(new["total_steps"] > summary["num_steps"])
+
+
 def _move_aside(run_dir: Path) -> Path:
+    """Rename the folder and create an empty one with its mode; return the new path."""
     numbered = (run_dir.with_name(f"{run_dir.name}.{k}") for k in itertools.count(1))
     moved_to = next(path for path in numbered if not path.exists())
     run_dir.rename(moved_to)
+    create_private_folder(run_dir)
+    run_dir.chmod(stat.S_IMODE(moved_to.stat().st_mode))
     return moved_to

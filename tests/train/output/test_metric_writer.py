@@ -1,8 +1,9 @@
 """The metric file, the phase clock, tokens a second, and MFU where the GPU is known."""
 
+import json
+import math
 import time
 from dataclasses import replace
-from math import isnan
 
 import pytest
 
@@ -15,13 +16,24 @@ from tests.train.metric_lines import metric_lines
 
 
 def test_lines_keep_stage_step_and_values_and_a_second_writer_appends(tmp_path):
-    for step, value in ((1, 0.5), (2, float("nan"))):
+    for step, value in ((1, 0.5), (2, 0.25)):
         writer = MetricWriter(tmp_path / "new")
         writer.write("rl", step, {"a": value})
         writer.close()
-    first, second = metric_lines(tmp_path / "new")
-    assert first == {"stage": "rl", "step": 1, "a": 0.5}
-    assert isnan(second["a"])
+    assert metric_lines(tmp_path / "new") == [
+        {"stage": "rl", "step": 1, "a": 0.5},
+        {"stage": "rl", "step": 2, "a": 0.25},
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+def test_a_number_that_json_does_not_have_is_null(tmp_path, value):
+    writer = MetricWriter(tmp_path)
+    writer.write("rl", 1, {"a": value, "b": 0.5})
+    writer.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"stage": "rl", "step": 1, "a": None, "b": 0.5}
+    assert "NaN" not in line and "Infinity" not in line
 
 
 def test_trackers_get_the_numbers_and_the_file_the_words_too(tmp_path):

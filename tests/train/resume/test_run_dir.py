@@ -1,6 +1,8 @@
 """An earlier run is never overwritten, never mixed with another one, and goes on where it can."""
 
 import errno
+import json
+import shutil
 import stat
 
 import pytest
@@ -9,13 +11,20 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.override_keys import known_keys
+from mega_agentrl.report.config_diff import complete_settings
+from mega_agentrl.report.run_start import RunStart, append_start
+from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.run_dir import (
     MUTABLE_KEYS,
     PrivateFolderCallback,
     changed_keys,
     create_run_dir,
     prepare_run_dir,
+    prepare_sweep_dir,
 )
+from mega_agentrl.train.resume.run_lock import lock_run_dir
+from mega_agentrl.train.resume.run_state import RunState
+from tests.train.file_policy import FilePolicy
 
 SETTINGS = {
     "total_steps": 10,
@@ -129,7 +138,97 @@ def test_a_setting_that_only_one_side_has_differs():
     assert changed_keys(text(), text(more=None)) == ["more"]
     changed = changed_keys(text(reward={"functions": {"a": "b"}}), text())
     assert changed == ["reward.functions", "reward.functions.a"]
-    assert changed_keys("", text(seed=3)) == ["optim.lr", "reward.functions", "seed"]
+    assert changed_keys("", text(seed=3)) == ["optim.lr", "seed"]
+
+
+def test_a_setting_that_the_earlier_version_did_not_have_counts_as_its_default():
+    assert changed_keys(text(), text(deterministic=False)) == []
+    assert changed_keys(text(), text(deterministic=True)) == ["deterministic"]
+    plain = {"loss": "clipped", "loss_options": {}}
+    filled = complete_settings({"algo": plain})["algo"]["loss_options"]
+    assert filled["clip_low"] == 0.2
+    assert changed_keys(text(algo=plain), text(algo=plain | {"loss_options": filled})) == []
+    other = plain | {"loss_options": filled | {"clip_low": 0.3}}
+    assert changed_keys(text(algo=plain), text(algo=other)) == ["algo.loss_options.clip_low"]
+
+
+def finished(run_dir, *, num_steps, **settings):
+    """A folder as a finished run leaves it, with a whole checkpoint."""
+    prepare_run_dir(run_dir, text(**settings), resume=True)
+    (run_dir / "metrics.jsonl").write_text("a line\n")
+    state = RunState(step=num_steps, sampler_state={})
+    run_state.save_checkpoint(FilePolicy(), run_dir, state)
+    (run_dir / "summary.json").write_text(json.dumps({"num_steps": num_steps}))
+
+
+LONGER = {
+    "more_steps": ({"total_steps": 10}, {"total_steps": 20}, True),
+    "more_epochs": ({"total_epochs": 1}, {"total_epochs": 2}, True),
+    "epochs_after_steps": ({"total_steps": 10}, {"total_epochs": 3}, True),
+    "steps_after_epochs": ({"total_epochs": 1}, {"total_steps": 11}, True),
+    "equal": ({"total_epochs": 2}, {"total_epochs": 2}, False),
+    "fewer_steps": ({"total_steps": 10}, {"total_steps": 5}, False),
+    "fewer_epochs": ({"total_epochs": 2}, {"total_epochs": 1}, False),
+    "another_setting": ({"total_steps": 10}, {"total_steps": 20, "seed": 2}, False),
+}
+
+
+@pytest.mark.parametrize(("earlier", "now", "continues"), LONGER.values(), ids=LONGER)
+def test_a_finished_run_continues_if_it_is_asked_for_more(tmp_path, earlier, now, continues):
+    run_dir = tmp_path / "run"
+    finished(run_dir, num_steps=10, **earlier)
+    resumed, moved = prepare_run_dir(run_dir, text(**now), resume=True)
+    assert (resumed, moved is None) == (continues, continues)
+    assert not (run_dir / "summary.json").exists(), "it is unfinished again, or another run"
+    assert (run_dir / "checkpoints" / "step-000010").exists() is continues
+
+
+def test_a_finished_run_without_its_checkpoint_starts_anew(tmp_path):
+    finished(tmp_path / "run", num_steps=10)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    moved = tmp_path / "run.1"
+    assert prepare_run_dir(tmp_path / "run", text(total_steps=20), resume=True) == (False, moved)
+
+
+def test_a_second_start_in_a_folder_is_refused_and_names_the_first(tmp_path):
+    start = RunStart(time="", host="node-3", pid=4711, command="", working_folder="")
+    append_start(tmp_path, start)
+    with lock_run_dir(tmp_path), pytest.raises(ConfigError) as caught, lock_run_dir(tmp_path):
+        pass
+    assert caught.value.key == "run_dir"
+    assert "node-3" in caught.value.got and "4711" in caught.value.got
+    with lock_run_dir(tmp_path):
+        pass
+
+
+def test_a_folder_on_a_file_system_without_locks_is_used_without_one(tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", fail)
+    with lock_run_dir(tmp_path):
+        pass
+    assert "No locks available" in caplog.text
+
+
+def test_a_sweep_moves_a_finished_run_out_of_its_folder(tmp_path):
+    begun(tmp_path / "run", finished=True)
+    assert prepare_sweep_dir(tmp_path / "run", resume=True) == tmp_path / "run.1"
+    assert list((tmp_path / "run").iterdir()) == []
+    assert (tmp_path / "run.1" / "metrics.jsonl").exists()
+    assert prepare_sweep_dir(tmp_path / "run", resume=True) is None
+
+
+def test_a_sweep_leaves_its_own_jobs_and_an_unfinished_run_where_they_are(tmp_path):
+    begun(tmp_path / "mixed", finished=True)
+    (tmp_path / "mixed" / "0-a").mkdir()
+    (tmp_path / "mixed" / "0-a" / "sweep_job.json").write_text("{}")
+    assert prepare_sweep_dir(tmp_path / "mixed", resume=True) is None
+    begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
+    with pytest.raises(ConfigError) as caught:
+        prepare_sweep_dir(tmp_path / "run", resume=True)
+    assert caught.value.key == "run_dir"
+    assert prepare_sweep_dir(tmp_path / "run", resume=False) == tmp_path / "run.1"
 
 
 def test_keys_that_may_differ_are_settings():
