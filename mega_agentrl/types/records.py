@@ -404,6 +404,9 @@ class Trajectory:
     running sum of `num_forks` first exceeds c; forks from paths that have ended have none."""
     context_resets: tuple[ContextReset, ...] = ()
     """Points, in order, from which the sampling context is not simply prompt and response."""
+    request_counts: Mapping[str, int] = field(default_factory=dict)
+    """Of an agent: `requests`, `branches` that they began, and by `ignored/FIELD` those with a
+    field that has no effect; empty for the native loop."""
     template_drift: str = ""
     """Text that the full chat template renders instead of the conversation, where it differs; empty
     if it does not or was not checked."""

@@ -101,6 +101,17 @@ _LEARNING_SPECS = (
         unit="per trajectory",
     ),
     _ChartSpec(
+        title="Requests of the agent",
+        metric_patterns=("rollout/agent/requests_mean", "rollout/agent/branches_mean"),
+        unit="per attempt",
+        note="branches: histories that were rewritten, and contexts of sub-agents",
+    ),
+    _ChartSpec(
+        title="Fields of requests without effect",
+        metric_patterns=("rollout/agent/ignored/*",),
+        unit="share of requests",
+    ),
+    _ChartSpec(
         title="How trajectories end",
         metric_patterns=("rollout/stop/*",),
         unit="share",

@@ -320,6 +320,7 @@ class AgentTrajectoryRunner:
             tool_rewards=rewards,
             decisions=self._fork_decider.decisions,
             context_resets=response.context_resets,
+            request_counts=_request_counts(session),
             **response.token_buffer.record_fields(),
         )
 
@@ -367,6 +368,13 @@ class AgentTrajectoryRunner:
             )
             self._num_children += 1
             self._on_fork(child)
+
+
+def _request_counts(session: AgentSession) -> dict[str, int]:
+    """Return `Trajectory.request_counts`."""
+    ignored = {f"ignored/{name}": count for name, count in session.requests.num_ignored.items()}
+    num_branches = session.tree.num_branches
+    return {"requests": session.requests.num_requests, "branches": num_branches, **ignored}
 
 
 def _describe_error(error: BaseException) -> str:

@@ -138,6 +138,8 @@ class ContextTree:
         """Sampled blocks."""
         self.first_answer: Block | None = None
         """The first sampled block."""
+        self.num_branches = 0
+        """Conversations that part from those before them: rewritten histories and sub-agents."""
         self.num_response_tokens = 0
         """Tokens of all blocks but the first ones of contexts."""
         self._encoder = encoder
@@ -164,9 +166,23 @@ class ContextTree:
                 f"messages: got {num_tokens} tokens, expected fewer than {max_model_len}, the "
                 "context length of the model",
             )
+        self.num_branches += self._begins_branch([block for _, block in path])
         for key, block in path:
             self._attach(key, block)
         return path[-1][1]
+
+    def _begins_branch(self, path: Sequence[Block]) -> bool:
+        """Return whether a conversation parts from those before it, other than behind an answer."""
+        if not self.num_answers:
+            return False
+        new = next((block for block in path if not self._is_attached(block)), None)
+        if new is None:
+            return False
+        parent = new.parent
+        return parent is None or not parent.is_sampled or bool(parent.continuations)
+
+    def _is_attached(self, block: Block) -> bool:
+        return block in (self.roots if block.parent is None else block.parent.continuations)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
         """Return the number of tokens of a conversation, which is not added to the tree.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -101,8 +101,8 @@ class ChatRequest:
     """Name of the model in the request, which the answer repeats."""
     options: Mapping[str, Any]
     """The body, for what only the dialect reads."""
-    warnings: tuple[str, ...] = ()
-    """Settings of the request that have no effect, and why."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Fields of the request that have no effect, and why."""
     previous_answer_id: str = ""
     """Id of an answer of the session. `messages` then hold only what follows that answer."""
     num_instructions: int = 0

@@ -26,10 +26,13 @@ from mega_agentrl.rollout.gateway.dialects.anthropic import AnthropicMessages
 from mega_agentrl.rollout.gateway.dialects.base import decode_body, encode_json
 from mega_agentrl.rollout.gateway.dialects.openai_chat import OpenAIChat
 from mega_agentrl.rollout.gateway.dialects.openai_responses import OpenAIResponses
+from mega_agentrl.rollout.gateway.ignored_fields import IgnoredFields
 from mega_agentrl.rollout.gateway.session import AgentSession
 from mega_agentrl.rollout.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
+    from aiohttp.typedefs import Handler
+
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
     from mega_agentrl.rollout.gateway.dialects.base import Dialect
     from mega_agentrl.rollout.gateway.session import SessionScope
@@ -49,6 +52,9 @@ _DIALECTS: dict[str, Dialect] = {
     "/v1/responses": OpenAIResponses(),
     "/v1/messages": _ANTHROPIC,
 }
+_SERVED = ", ".join(f"POST {path}" for path in _DIALECTS)
+_HAS_BEGUN = web.RequestKey("has_begun", bool)
+"""Key of a request that has been answered in part."""
 _MIB = 2**20
 _log = logging.getLogger(__name__)
 
@@ -59,6 +65,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings | None = None) -> None:
         self._settings = settings or GatewaySettings()
         self._sessions: dict[str, AgentSession] = {}
+        self._ignored_fields = IgnoredFields()
         self._runner: web.AppRunner | None = None
         self._folder: Path | None = None
         self.url = ""
@@ -81,7 +88,9 @@ class Gateway:
         Raises:
             OSError: the address cannot be used.
         """
-        app = web.Application(client_max_size=self._settings.max_body_mib * _MIB)
+        app = web.Application(
+            client_max_size=self._settings.max_body_mib * _MIB, middlewares=[_errors_as_json]
+        )
         for prefix in ("", "/sessions/{key}"):
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/tools", self._list_tools)
@@ -104,6 +113,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop listening; safe to call twice."""
+        self._ignored_fields.report_rest()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -137,6 +147,8 @@ class Gateway:
         try:
             session = self._find_session(http)
             request = dialect.parse_request(await _read_body(http))
+            self._ignored_fields.record(request.ignored)
+            session.requests.record(request.ignored)
             if request.streams:
                 return await _send_stream(http, dialect, session, request)
             answer = await session.complete(request, is_retry=_is_retry(http))
@@ -197,6 +209,24 @@ class Gateway:
         )
 
 
+@web.middleware
+async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer in the API's own form where no handler does, such as for unknown addresses."""
+    try:
+        return await handler(http)
+    except web.HTTPException as error:
+        status = error.status
+        message = f"{http.method} {http.path[:200]}: {error.reason}; served are {_SERVED}"
+    except Exception as error:
+        if isinstance(error, ConnectionError) or _HAS_BEGUN in http:
+            raise  # the client has gone away, or it has the head of a stream
+        _log.exception("%s %s failed", http.method, http.path)
+        status, message = 500, "the gateway has an error; logs/driver.log has its traceback"
+    kind = ErrorKind.not_found if status in (404, 405) else ErrorKind.invalid_request
+    dialect = _ANTHROPIC if "/v1/messages" in http.path else _OPENAI
+    return _error_response(dialect, GatewayError(kind, message), status)
+
+
 def _dialect_of(http: web.Request) -> Dialect:
     path = http.path
     if "key" in http.match_info:
@@ -226,7 +256,8 @@ def _is_retry(http: web.Request) -> bool:
 
 
 def _warning_headers(request: ChatRequest) -> dict[str, str]:
-    return {WARNING_HEADER: "; ".join(request.warnings)} if request.warnings else {}
+    texts = [f"{name} has no effect: {reason}" for name, reason in request.ignored.items()]
+    return {WARNING_HEADER: "; ".join(texts)} if texts else {}
 
 
 def _json_response(
@@ -238,10 +269,12 @@ def _json_response(
     )
 
 
-def _error_response(dialect: Dialect, error: GatewayError) -> web.Response:
+def _error_response(
+    dialect: Dialect, error: GatewayError, other_status: int | None = None
+) -> web.Response:
     status, body = dialect.render_error(error)
     headers = {"x-should-retry": "true" if error.kind.is_retryable else "false"}
-    return _json_response(body, status=status, headers=headers)
+    return _json_response(body, status=other_status or status, headers=headers)
 
 
 async def _send_stream(
@@ -257,6 +290,7 @@ async def _send_stream(
     response = web.StreamResponse(headers=headers | _warning_headers(request))
     try:
         await response.prepare(http)
+        http[_HAS_BEGUN] = True
         while not task.done():
             await response.write(dialect.keep_alive)
             await asyncio.wait({task}, timeout=KEEP_ALIVE_S)

@@ -28,6 +28,7 @@ from mega_agentrl.rollout.gateway.chat import (
     make_call_id,
 )
 from mega_agentrl.rollout.gateway.encoding import BlockEncoder
+from mega_agentrl.rollout.gateway.ignored_fields import RequestCounts
 from mega_agentrl.rollout.generation.interruptible import merge_generations, truncate_generation
 from mega_agentrl.rollout.generation.turn_generator import generate_or_abort, request_seed
 from mega_agentrl.types.errors import RankLostError
@@ -137,6 +138,8 @@ class AgentSession:
         """Tool calls that the client got."""
         self.num_reused_answers = 0
         """Answers that were sent again to a client that had lost them."""
+        self.requests = RequestCounts()
+        """The requests of the client, counted by the server."""
         loop = asyncio.get_running_loop()
         self.diverged: asyncio.Future[None] = loop.create_future()
         """Done when the agent's requests differ from the record of its parent."""

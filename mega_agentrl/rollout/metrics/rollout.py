@@ -63,6 +63,7 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         ),
         **branch_metrics(trees),
         **_stop_reason_shares(trajectories),
+        **_request_metrics(trajectories),
         **_tool_call_metrics(valid),
         **tool_metrics(trajectories),
         **entropy_metrics(trajectories),
@@ -90,6 +91,31 @@ def _stop_reason_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {
         f"stop/{reason.value}": count[reason] / max(1, len(trajectories)) for reason in StopReason
     }
+
+
+def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of the requests of agents, named ``agent/...``; empty for the native loop.
+
+    requests_mean, branches_mean  mean per attempt; a branch is a history that was rewritten, or the
+                                  context of a sub-agent
+    ignored/<field>               share of the requests with a field that has no effect
+    """
+    attempts = [item.request_counts for item in trajectories if item.request_counts]
+    totals: Counter[str] = Counter()
+    for counts in attempts:
+        totals.update(counts)
+    num_requests = totals["requests"]
+    ignored = {
+        f"agent/{name}": count / num_requests
+        for name, count in sorted(totals.items())
+        if name.startswith("ignored/")
+    }
+    if not attempts:
+        return {}
+    means = {
+        f"agent/{name}_mean": totals[name] / len(attempts) for name in ("requests", "branches")
+    }
+    return means | ignored
 
 
 def _tool_call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -126,6 +126,39 @@ async def test_thinking_has_a_signature_in_answers_and_in_streams(codec):
     assert blocks[0].signature
 
 
+async def test_address_that_is_not_served_is_an_error_of_the_api(codec):
+    async with open_scripted_session(codec, []) as (url, key, _, _):
+        client = anthropic.AsyncAnthropic(base_url=url, api_key=key)
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            await client.messages.batches.list()
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameter"),
+    [
+        ("bash_20250124", "bash", "command"),
+        ("text_editor_20250728", "str_replace_based_edit_tool", "old_str"),
+        ("memory_20250818", "memory", "path"),
+    ],
+    ids=["bash", "editor", "memory"],
+)
+async def test_tools_that_the_client_runs_are_shown_with_their_parameters(
+    codec, kind, name, parameter
+):
+    turns = [call(name, **{parameter: "x"}), "Done."]
+    async with open_scripted_session(codec, turns) as (url, key, session, script):
+        client = AnthropicClient(url, key)
+        tools = [{"type": kind, "name": name}]
+        first = await client.ask([QUESTION], tools=tools)
+        assert first.calls[0][1:] == (name, {parameter: "x"})
+        history = [QUESTION, *first.items, *client.tool_results(first, ["ok"])]
+        await client.ask(history, tools=tools)
+        check_one_context(codec, session, turns)
+    assert f'"{parameter}"' in codec.decode(script.requests[0].token_ids)
+
+
 BILLING = "x-anthropic-billing-header: cc_version=2; cch=1f"
 
 

@@ -114,6 +114,21 @@ async def test_history_that_a_client_rewrote_continues_with_the_sampled_ids(code
     assert session.build_response().context_resets == ()
 
 
+async def test_branches_that_clients_begin_are_counted(codec):
+    session = AgentSession(make_session_scope(codec, Script(codec, ["One."] * 9)))
+    more = {"role": "user", "content": "More."}
+    first = assistant(await ask(session, [QUESTION]))
+    await ask(session, [QUESTION])  # another sample of the same turn is no branch
+    await ask(session, [QUESTION, first, more])
+    assert session.tree.num_branches == 0
+    await ask(session, [QUESTION, first, {"role": "user", "content": "Less."}])
+    assert session.tree.num_branches == 1
+    await ask(session, [QUESTION, {"role": "assistant", "content": "Two."}, more])
+    assert session.tree.num_branches == 2
+    await ask(session, [{"role": "user", "content": "Summary."}])
+    assert session.tree.num_branches == 3
+
+
 async def test_compaction_begins_a_branch_and_reuses_the_ids_of_answers_it_keeps(codec):
     turns = [f"<think>a</think>First. {call(a=1, b=2)}", f"Second. {call(a=3, b=4)}", "It is 7."]
     script = Script(codec, turns)

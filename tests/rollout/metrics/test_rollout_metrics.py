@@ -99,6 +99,24 @@ def test_by_hand():
     assert got["reward/failed_fraction"] == 0
 
 
+def test_requests_of_agents_are_counted_and_their_fields_without_effect_as_shares():
+    counts = [
+        {"requests": 3, "branches": 1, "ignored/seed": 3, "ignored/min_p": 1},
+        {"requests": 1, "branches": 0, "ignored/seed": 1},
+    ]
+    paths = [
+        make_trajectory((index,), [(AGENT, 2)], request_counts=item)
+        for index, item in enumerate(counts)
+    ]
+    got = rollout_metrics([RolloutTree(prompt=PROMPT, trajectories=paths)])
+    assert {name: value for name, value in got.items() if "/agent/" in name} == {
+        "rollout/agent/requests_mean": 2,
+        "rollout/agent/branches_mean": 0.5,
+        "rollout/agent/ignored/seed": 1,
+        "rollout/agent/ignored/min_p": 0.25,
+    }
+
+
 def test_the_window_bounds_the_entropies_of_a_turn():
     one = make_trajectory((0,), [(AGENT, 21)], entropies=[1, 2] * 10 + [30])
     tree = RolloutTree(prompt=PROMPT, trajectories=[one])

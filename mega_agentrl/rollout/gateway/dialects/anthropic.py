@@ -5,7 +5,8 @@ header says so; `thinking`, `tool_choice` and `output_config` do not constrain t
 the policy would then be trained on tokens that it did not choose. `cache_control` has no meaning
 here and is ignored. A message of the assistant at the end, which the API calls a prefill, is
 refused: the answer would continue a text that the policy did not sample. Tools and content blocks
-that Anthropic's servers run or read (web search, documents, files) are refused. The events of a
+that Anthropic's servers run or read (web search, documents, files) are refused. Those that the
+client runs and the model knows by their type get a schema (`anthropic_tools`). The events of a
 stream are sent when the turn is complete, because only then its text and its calls can be told
 apart.
 
@@ -29,6 +30,7 @@ from mega_agentrl.rollout.gateway.chat import (
     GatewayError,
     invalid_request,
 )
+from mega_agentrl.rollout.gateway.dialects.anthropic_tools import CLIENT_TOOLS
 from mega_agentrl.rollout.gateway.dialects.base import (
     check_token_limit,
     decode_base64,
@@ -39,6 +41,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     make_call,
     order_results,
     sse_event,
+    unknown_fields,
 )
 from mega_agentrl.types.records import Message
 
@@ -57,6 +60,8 @@ _FIXED_SETTINGS = (
     *("output_config", "output_format", "context_management"),
 )
 """Settings that have no effect; the run's own hold."""
+_HARMLESS_FIELDS = ("metadata", "cache_control", "service_tier", "inference_geo", "betas")
+"""Fields that never change an answer."""
 _REFUSED = ("mcp_servers", "container")
 """Settings that ask Anthropic's servers to run something."""
 _SIGNATURE = "bWVnYV9hZ2VudHJs"
@@ -163,11 +168,12 @@ class AnthropicMessages:
                 "a last message of the user; the policy cannot continue a text that it did not "
                 "sample",
             )
-        return _chat_request(request)
+        return _chat_request(request, _ignored(request, body))
 
     def parse_count_request(self, body: bytes) -> ChatRequest:
         """Return the conversation whose tokens are to be counted."""
-        return _chat_request(decode_body(body, _Body))
+        request = decode_body(body, _Body)
+        return _chat_request(request, _ignored(request, body))
 
     def render_answer(self, answer: ChatAnswer, request: ChatRequest) -> Any:
         """Return the `message` object of an answer."""
@@ -210,7 +216,7 @@ class AnthropicMessages:
         return sse_event(self.render_error(error)[1], "error")
 
 
-def _chat_request(body: _Body) -> ChatRequest:
+def _chat_request(body: _Body, ignored: Mapping[str, str]) -> ChatRequest:
     for name in _REFUSED:
         if getattr(body, name):
             raise invalid_request(name, getattr(body, name), "no such setting")
@@ -239,7 +245,7 @@ def _chat_request(body: _Body) -> ChatRequest:
         streams=bool(body.stream),
         model=body.model,
         options={},
-        warnings=_warnings(body),
+        ignored=ignored,
         previous_answer_id=previous_id,
         inherits_tools=bool(previous_id),
         forbids_calls=body.tool_choice is not None and body.tool_choice.type == "none",
@@ -252,16 +258,20 @@ def _without_billing_lines(blocks: Sequence[_Text]) -> list[_Text]:
     return [_Text(rest) for text, rest in texts if rest.strip() or not text.strip()]
 
 
-def _warnings(body: _Body) -> tuple[str, ...]:
-    warnings = fixed_settings(body, _FIXED_SETTINGS)
+def _ignored(body: _Body, source: bytes) -> dict[str, str]:
+    ignored = fixed_settings(body, _FIXED_SETTINGS)
     choice = body.tool_choice
     is_usual = choice is None or choice.type in ("auto", "none")
     if not is_usual or (choice and choice.disable_parallel_tool_use):
-        warnings.append("tool_choice has no effect: the policy chooses")
-    return tuple(warnings)
+        ignored["tool_choice"] = "the policy chooses"
+    return ignored | unknown_fields(source, _Body, _HARMLESS_FIELDS)
 
 
 def _schema(tool: _Tool, key: str) -> dict[str, Any]:
+    kind = (tool.type or "custom").rpartition("_")[0] or "custom"  # without the date
+    if kind in CLIENT_TOOLS:
+        description, input_schema = CLIENT_TOOLS[kind]
+        return function_schema(tool.name, tool.description or description, input_schema, key)
     if tool.type not in (None, "custom") or tool.input_schema is None:
         raise invalid_request(key, tool.type, "a tool with an input_schema, which the agent runs")
     return function_schema(tool.name, tool.description, tool.input_schema, key)

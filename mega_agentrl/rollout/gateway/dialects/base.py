@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from mega_agentrl.rollout.gateway.chat import (
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
     from mega_agentrl.types.records import Message
@@ -28,6 +29,10 @@ BodyT = TypeVar("BodyT")
 MAX_DEPTH = 100
 """Maximum nesting of the schema of a tool."""
 
+MAX_UNKNOWN = 16
+"""Fields of a request that are reported as unknown."""
+
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ENCODER = msgspec.json.Encoder()
 _JPEG_OR_PNG = "an image as a data URL, `data:image/png;base64,...`"
 
@@ -95,13 +100,33 @@ def sse_event(value: Any, name: str = "") -> bytes:
     return head + b"data: " + encode_json(value) + b"\n\n"
 
 
-def fixed_settings(body: msgspec.Struct, names: Iterable[str]) -> list[str]:
-    """Return a warning for each of these settings that a body has."""
-    return [
-        f"{name} has no effect: the run sets it"
+def fixed_settings(body: msgspec.Struct, names: Iterable[str]) -> dict[str, str]:
+    """Return those of these settings that a body has, and why they have no effect."""
+    return {
+        name: "the run sets it"
         for name in names
         if getattr(body, name) is not None and getattr(body, name) is not False  # 0 is a setting
+    }
+
+
+def unknown_fields(
+    body: bytes, body_type: type[msgspec.Struct], harmless: Collection[str]
+) -> dict[str, str]:
+    """Return the fields of a valid body that the gateway does not know, at most `MAX_UNKNOWN`.
+
+    Args:
+        body: The JSON body.
+        body_type: Its fields are known.
+        harmless: Fields that never change an answer, such as names for bills and traces.
+    """
+    names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    known = {*body_type.__struct_fields__, *harmless}
+    unknown = [
+        name if _FIELD_NAME.fullmatch(name) else "(a name of other characters)"
+        for name in names
+        if name not in known
     ]
+    return dict.fromkeys(unknown[:MAX_UNKNOWN], "the gateway does not know it")
 
 
 def order_results(messages: Iterable[Message]) -> tuple[Message, ...]:

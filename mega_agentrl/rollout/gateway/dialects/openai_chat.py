@@ -33,6 +33,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     make_call,
     order_results,
     sse_event,
+    unknown_fields,
 )
 from mega_agentrl.types.records import Message
 
@@ -52,6 +53,11 @@ _FIXED_SETTINGS = (
     *("logit_bias", "logprobs", "response_format", "reasoning_effort", "verbosity", "prediction"),
 )
 """Settings that have no effect; the run's own hold."""
+HARMLESS_FIELDS = (
+    *("store", "user", "metadata", "service_tier", "safety_identifier", "include"),
+    *("prompt_cache_key", "prompt_cache_retention", "stream_options"),
+)
+"""Fields of OpenAI's APIs that never change an answer."""
 _ROLES = {"developer": "system", "function": "tool"}
 _REFUSED = {
     "functions": "tools",
@@ -171,7 +177,7 @@ class OpenAIChat:
                     request.stream_options and request.stream_options.include_usage
                 )
             },
-            warnings=_warnings(request),
+            ignored=_ignored(request) | unknown_fields(body, _Body, HARMLESS_FIELDS),
             forbids_calls=request.tool_choice == "none",
         )
 
@@ -227,13 +233,13 @@ class OpenAIChat:
         return b"data: " + encode_json(self.render_error(error)[1]) + b"\n\n"
 
 
-def _warnings(request: _Body) -> tuple[str, ...]:
-    warnings = fixed_settings(request, _FIXED_SETTINGS)
+def _ignored(request: _Body) -> dict[str, str]:
+    ignored = fixed_settings(request, _FIXED_SETTINGS)
     if request.tool_choice not in (None, "auto", "none"):
-        warnings.append("tool_choice has no effect: the policy chooses")
+        ignored["tool_choice"] = "the policy chooses"
     if request.parallel_tool_calls is False:
-        warnings.append("parallel_tool_calls has no effect: the policy chooses")
-    return tuple(warnings)
+        ignored["parallel_tool_calls"] = "the policy chooses"
+    return ignored
 
 
 def _schema(tool: _Tool, key: str) -> dict[str, Any]:

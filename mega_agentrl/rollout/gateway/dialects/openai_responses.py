@@ -41,8 +41,9 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     make_call,
     order_results,
     sse_event,
+    unknown_fields,
 )
-from mega_agentrl.rollout.gateway.dialects.openai_chat import OPENAI_ERRORS
+from mega_agentrl.rollout.gateway.dialects.openai_chat import HARMLESS_FIELDS, OPENAI_ERRORS
 from mega_agentrl.types.records import Message
 
 _ERRORS = OPENAI_ERRORS | {
@@ -142,7 +143,7 @@ class OpenAIResponses:
             streams=bool(request.stream),
             model=request.model,
             options=_echoed(request),
-            warnings=_warnings(request),
+            ignored=_ignored(request) | unknown_fields(body, _Body, HARMLESS_FIELDS),
             previous_answer_id=(request.previous_response_id or "").removeprefix("resp_"),
             num_instructions=len(instructions),
             forbids_calls=request.tool_choice == "none",
@@ -208,15 +209,15 @@ def _echoed(request: _Body) -> dict[str, Any]:
     }
 
 
-def _warnings(request: _Body) -> tuple[str, ...]:
-    warnings = fixed_settings(request, _FIXED_SETTINGS)
+def _ignored(request: _Body) -> dict[str, str]:
+    ignored = fixed_settings(request, _FIXED_SETTINGS)
     if request.tool_choice not in (None, "auto", "none"):
-        warnings.append("tool_choice has no effect: the policy chooses")
+        ignored["tool_choice"] = "the policy chooses"
     if request.parallel_tool_calls is False:
-        warnings.append("parallel_tool_calls has no effect: the policy chooses")
+        ignored["parallel_tool_calls"] = "the policy chooses"
     if request.truncation not in (None, "disabled"):
-        warnings.append("truncation has no effect: a conversation is never cut")
-    return tuple(warnings)
+        ignored["truncation"] = "a conversation is never cut"
+    return ignored
 
 
 def _schema(value: Mapping[str, Any], key: str) -> dict[str, Any]:
