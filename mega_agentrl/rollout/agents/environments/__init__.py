@@ -1,6 +1,6 @@
 """Environments with somebody else's interface as agents: verifiers, OpenEnv, Gymnasium.
 
-Each adapter is named by `rollout.agent._target_`. None of the packages is a dependency: an adapter
-imports its package when it is constructed. `episode` plays an environment with `reset` and `step`
-against the gateway.
+Each adapter is named by `rollout.agent._target_`. No package is a dependency: the adapters of
+verifiers and Gymnasium import theirs when they are constructed, and an OpenEnv server is spoken to
+in its own protocol. `episode` plays an environment with `reset` and `step` against the gateway.
 """

@@ -1,13 +1,14 @@
 """One game with faults, as an environment of Gymnasium, OpenEnv and verifiers.
 
 The game has three steps. An action is a number up to 100; its reward is a hundredth of it.
-Gymnasium is the real package; OpenEnv and verifiers, which the tests do not install, are modules
-with the same interfaces.
+Gymnasium is the real package. OpenEnv is a server that speaks its protocol, and verifiers, which
+the tests do not install, a module with the same interface; `tests/packages` has the real ones.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import threading
@@ -17,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 
 import aiohttp
 import gymnasium
+from aiohttp import WSMsgType, web
 
 NUM_STEPS = 3
 MAX_NUMBER = 100
@@ -51,6 +53,8 @@ class Game:
     numbers: list[int] = field(default_factory=list)
     is_closed: bool = False
     is_hanging: bool = False
+    episode_id: str = ""
+    """What an OpenEnv server calls it."""
 
     def reset(self, seed):
         self.seed = seed
@@ -112,47 +116,110 @@ def register_gymnasium(games, monkeypatch):
     monkeypatch.setitem(gymnasium.registry, spec.id, spec)
 
 
-class OpenEnvClient:
-    """`GenericEnvClient`; a lost session is replaced without a word, as in openenv 0.10."""
+class OpenEnvServer:
+    """The WebSocket protocol of `openenv-core` 0.3: each connection is a game.
 
-    episode_ids = itertools.count()
+    Attributes:
+        is_alive: Set when a client has answered a ping.
+    """
 
-    def __init__(self, game):
-        self._game = game
-        self._episode_id = next(self.episode_ids)
+    def __init__(self):
+        self.games = Games()
+        self.is_alive = asyncio.Event()
+        self._episode_ids = itertools.count()
 
-    async def connect(self):
-        if self._game.fault == "refused":
-            raise ConnectionError("refused")
+    async def serve_session(self, request):
+        game = self.games.make()
+        if game.fault == "refused":
+            return web.Response(status=503)
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        try:
+            if game.fault == "full":
+                await self._send_error(socket, "CAPACITY_REACHED", "4 of 4 sessions")
+                return socket
+            if game.fault == "pings":
+                await socket.ping()
+            game.episode_id = str(next(self._episode_ids))
+            async for message in socket:
+                if message.type is WSMsgType.PONG:
+                    self.is_alive.set()
+                    continue
+                if not await self._answer(socket, game, message.json()):
+                    break
+        finally:
+            with contextlib.suppress(OSError):
+                game.close()
+        return socket
 
-    async def reset(self, **kwargs):
-        return self._result(self._game.reset(kwargs["seed"]), None, False)
+    async def _answer(self, socket, game, message):
+        """Answer a message; return whether the session goes on."""
+        kind, data = message["type"], message.get("data")
+        try:
+            if kind == "close":
+                return False
+            if kind == "state":
+                await self._send(socket, "state", {"episode_id": game.episode_id})
+            elif kind == "reset":
+                await self._send_observation(socket, game.reset(data["seed"]), None, False)
+            elif errors := self._errors(data):
+                await self._send_error(socket, "VALIDATION_ERROR", "Invalid message", errors)
+            elif game.fault == "dropped" and game.numbers:
+                return False
+            elif game.fault == "garbled":
+                await socket.send_str('{"type": "observation"}')
+            else:
+                await self._step(socket, game, int(data["message"].split()[-1].strip(".")))
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            await self._send_error(socket, "EXECUTION_ERROR", str(error))
+        return True
 
-    async def step(self, action):
-        if self._game.fault == "hang":
-            self._game.is_hanging = True
+    async def _step(self, socket, game, number):
+        if game.fault == "hang":
+            game.is_hanging = True
             await asyncio.sleep(1000)
-        if self._game.fault == "lost" and self._game.numbers:
-            self._episode_id = next(self.episode_ids)
-        number = int(action["message"].split()[-1].strip("."))
-        return self._result(*self._game.step(number))
+        if game.fault == "lost" and game.numbers:
+            game.episode_id = str(next(self._episode_ids))
+        if game.fault == "invalid observation":
+            errors = [{"type": "missing", "loc": ["text"], "msg": "Field required", "input": {}}]
+            await self._send_error(socket, "VALIDATION_ERROR", "Invalid message", errors)
+            return
+        await self._send_observation(socket, *game.step(number))
 
-    async def state(self):
-        return {"episode_id": self._episode_id}
+    def _errors(self, action):
+        """What pydantic finds in an action whose only field has a digit."""
+        if set(action) != {"message"}:
+            return [{"type": "missing", "loc": ["message"], "msg": "Required", "input": action}]
+        if not any(map(str.isdigit, action["message"])):
+            text = action["message"]
+            return [{"type": "int_parsing", "loc": ["message"], "msg": "No digit", "input": text}]
+        return []
 
-    async def close(self):
-        self._game.close()
+    async def _send_observation(self, socket, text, reward, is_over):
+        data = {"observation": {"text": text}, "reward": reward, "done": is_over}
+        await self._send(socket, "observation", data)
 
-    def _result(self, text, reward, is_over):
-        observation = {"text": text, "done": is_over, "reward": reward}
-        return SimpleNamespace(observation=observation, reward=reward, done=is_over)
+    async def _send_error(self, socket, code, text, errors=None):
+        errors = {} if errors is None else {"errors": errors}
+        await self._send(socket, "error", {"code": code, "message": text} | errors)
+
+    async def _send(self, socket, kind, data):
+        await socket.send_json({"type": kind, "data": data})
 
 
-def install_openenv(games, monkeypatch):
-    def client(base_url, message_timeout_s):
-        return OpenEnvClient(games.make())
-
-    _install(monkeypatch, "openenv", "core", GenericEnvClient=client)
+@asynccontextmanager
+async def serve_openenv():
+    """A server and its address."""
+    server, app = OpenEnvServer(), web.Application()
+    app.router.add_get("/ws", server.serve_session)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield server, f"http://127.0.0.1:{runner.addresses[0][1]}/"
+    finally:
+        await runner.cleanup()
 
 
 class VerifiersTaskset:

@@ -16,16 +16,20 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.rollout import BranchConfig
 from mega_agentrl.rollout.agents.environments import episode
 from mega_agentrl.rollout.agents.environments.gymnasium import GymnasiumAgent
-from mega_agentrl.rollout.agents.environments.openenv import OpenEnvAgent, describe_observation
+from mega_agentrl.rollout.agents.environments.openenv import (
+    OpenEnvAgent,
+    describe_observation,
+    session_url,
+)
 from mega_agentrl.rollout.agents.environments.verifiers import VerifiersAgent
 from mega_agentrl.tool.deadline import DeadlineExceededError
 from mega_agentrl.types.records import Score, StopReason
 from tests.chat_models import Script
 from tests.rollout.agents.environments.fake_packages import (
     Games,
-    install_openenv,
     install_verifiers,
     register_gymnasium,
+    serve_openenv,
 )
 from tests.rollout.agents.test_runner import grow
 from tests.rollout.gateway.chat_policy import ChatPolicy
@@ -37,11 +41,7 @@ ADAPTERS = {
         GymnasiumAgent,
         {"id": "Numbers-v0", "step_timeout_s": STEP_TIMEOUT_S},
     ),
-    "openenv": (
-        install_openenv,
-        OpenEnvAgent,
-        {"base_url": "http://localhost:1", "step_timeout_s": STEP_TIMEOUT_S},
-    ),
+    "openenv": (None, OpenEnvAgent, {"step_timeout_s": STEP_TIMEOUT_S}),
     "verifiers": (
         install_verifiers,
         VerifiersAgent,
@@ -51,14 +51,25 @@ ADAPTERS = {
 
 
 @pytest.fixture
-def make_agent(monkeypatch):
-    """Makes an agent; game numbers count from its first attempt."""
+async def openenv():
+    """An OpenEnv server and its address."""
+    async with serve_openenv() as served:
+        yield served
 
-    def make(name, faults=None):
+
+@pytest.fixture
+async def make_agent(monkeypatch, openenv):
+    """Makes an agent; game numbers count from its first attempt."""
+    server, url = openenv
+
+    def make(name, faults=None, **changes):
         games = Games()
         install, agent_class, options = ADAPTERS[name]
-        install(games, monkeypatch)
-        agent = agent_class(**options)
+        if install is None:
+            server.games, options = games, {"base_url": url} | options
+        else:
+            install(games, monkeypatch)
+        agent = agent_class(**(options | changes))
         games.made.clear()
         games.faults.update(faults or {})
         return agent, games
@@ -107,6 +118,7 @@ async def test_reward_is_the_sum_over_the_steps(codec, make_agent, name):
 FAULTS = [
     *(("gymnasium", fault) for fault in ("reset", "step", "hang", "nan", "exit", "end of data")),
     *(("openenv", fault) for fault in ("refused", "reset", "step", "hang", "lost", "nan", "exit")),
+    *(("openenv", fault) for fault in ("full", "dropped", "garbled", "invalid observation")),
     *(
         ("verifiers", fault)
         for fault in ("reset", "step", "nan", "exit", "scoring", "unscored", "timeout")
@@ -220,7 +232,7 @@ async def test_fork_finds_the_environment_of_its_parent(codec, make_agent):
     assert sorted(map(reward_of, tree.trajectories)) == pytest.approx(sorted(totals))
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", ["gymnasium", "verifiers"])
 def test_missing_package_is_an_error_with_the_install_command(monkeypatch, name):
     _, agent_class, options = ADAPTERS[name]
     monkeypatch.setitem(sys.modules, name, None)
@@ -237,17 +249,67 @@ def test_missing_package_is_an_error_with_the_install_command(monkeypatch, name)
         ("gymnasium", {"step_timeout_s": 0}, "step_timeout_s"),
         ("gymnasium", {"parse": "no_such_file.py:parse"}, "parse"),
         ("openenv", {"base_url": "localhost"}, "base_url"),
-        ("openenv", {"client": "json:NoClient"}, "client"),
+        ("openenv", {"base_url": "ftp://localhost"}, "base_url"),
+        ("openenv", {"base_url": None}, "base_url"),
         ("verifiers", {"environment": "gsm8k"}, "environment"),
     ],
-    ids=["make", "timeout", "parse", "url", "client", "block"],
+    ids=["make", "timeout", "parse", "url", "scheme", "no url", "block"],
 )
-def test_bad_options_are_refused(make_agent, name, options, key):
+async def test_bad_options_are_refused(make_agent, name, options, key):
     make_agent(name)
-    _, agent_class, defaults = ADAPTERS[name]
     with pytest.raises(ConfigError) as caught:
-        agent_class(**(defaults | options))
+        make_agent(name, **options)
     assert caught.value.key == f"rollout.agent.{key}"
+
+
+async def test_openenv_server_that_refuses_a_value_tells_the_policy(codec, make_agent):
+    agent, games = make_agent("openenv")
+    script = Script(codec, ["Which?", "3", "4", "5"])
+    (trajectory,) = (await play(codec, agent, policy=script, group_size=1)).trajectories
+    assert games.made[0].numbers == [3, 4, 5]
+    assert "Invalid action: message: No digit" in trajectory.response_text
+
+
+async def test_openenv_action_with_a_wrong_field_is_the_configurations_fault(codec, make_agent):
+    agent, _ = make_agent("openenv", action_field="text")
+    (trajectory,) = (await play(codec, agent, group_size=1)).trajectories
+    assert trajectory.stop_reason is StopReason.agent_failure
+    assert "rollout.agent.action_field=text" in trajectory.failure_reason
+
+
+async def test_full_openenv_server_names_both_limits(codec, make_agent):
+    agent, _ = make_agent("openenv", {0: "full"})
+    (trajectory,) = (await play(codec, agent, group_size=1)).trajectories
+    assert "max_concurrent_envs" in trajectory.failure_reason
+    assert "rollout.agent.max_concurrent" in trajectory.failure_reason
+
+
+async def test_pings_of_an_openenv_server_are_answered_while_the_policy_writes(
+    codec, make_agent, openenv
+):
+    class Slow(Script):
+        async def generate(self, request):
+            await server.is_alive.wait()
+            return await super().generate(request)
+
+    server, _ = openenv
+    agent, _ = make_agent("openenv", {0: "pings"})
+    policy = Slow(codec, ["1", "2", "3"])
+    (trajectory,) = (await play(codec, agent, policy=policy, group_size=1)).trajectories
+    assert trajectory.tool_rewards == {"agent": pytest.approx(0.06)}
+
+
+@pytest.mark.parametrize(
+    ("base_url", "address"),
+    [
+        ("http://localhost:8000", "ws://localhost:8000/ws"),
+        ("https://host/envs/maze/", "wss://host/envs/maze/ws"),
+        ("ws://host:1/ws", "ws://host:1/ws"),
+    ],
+    ids=["http", "https with a path", "the address of sessions"],
+)
+def test_sessions_of_an_openenv_server_are_below_its_address(base_url, address):
+    assert session_url(base_url) == address
 
 
 def test_observation_of_several_fields_is_shown_as_json():

@@ -1,8 +1,6 @@
-"""The adapters over the real packages, where they are installed."""
+"""The adapter of Gymnasium over the real package; `tests/packages` has the other ones."""
 
 from __future__ import annotations
-
-import pytest
 
 from mega_agentrl.rollout.agents.environments.gymnasium import GymnasiumAgent
 from mega_agentrl.types.records import StopReason
@@ -20,16 +18,3 @@ async def test_frozen_lake_is_solved_and_is_cut(codec):
         (trajectory,) = tree.trajectories
         assert trajectory.stop_reason is StopReason.eos
         assert trajectory.tool_rewards == {"agent": reward}
-
-
-async def test_session_of_an_openenv_server(codec):
-    pytest.importorskip("openenv.core", reason="openenv is not installed")
-    from mega_agentrl.rollout.agents.environments.openenv import OpenEnvAgent
-    from tests.rollout.agents.environments.echo_server import serve_echo
-
-    with serve_echo() as url:
-        agent = OpenEnvAgent(base_url=url)
-        tree = await grow(codec, agent, policy=Script(codec, ["12345", "1"]), group_size=1)
-    (trajectory,) = tree.trajectories
-    assert trajectory.tool_rewards == {"agent": pytest.approx(0.6)}
-    assert "echo 12345" in trajectory.response_text
