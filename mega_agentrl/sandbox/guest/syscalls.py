@@ -63,6 +63,13 @@ _PIVOT_ROOT_NUMBER = {"x86_64": 155, "aarch64": 41}.get(platform.machine(), -1)
 _SENDMSG_NUMBERS = {"x86_64": (46, 307), "aarch64": (211, 269)}.get(platform.machine(), ())
 """Numbers of sendmsg and sendmmsg."""
 
+_LINK_NUMBERS = {"x86_64": (86, 265), "aarch64": (37,)}.get(platform.machine(), ())
+"""Numbers of link and linkat."""
+
+_RETURN_ERROR = 0x00050000
+_RETURN_NOTIFY = 0x7FC00000
+_RETURN_ALLOW = 0x7FFF0000
+
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libpython = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
@@ -248,16 +255,31 @@ def deny_sendmsg() -> None:
     This is a second filter, because an interpreter passes the listener of the first one to its
     supervisor. Descriptors in flight count against the limit of the user, whom all sessions of a
     sandbox share, and a descriptor that the supervisor received could block it when it is closed.
-    The first filter has refused foreign system call tables, so the number alone decides.
+    """
+    program = _filter_of_calls(_SENDMSG_NUMBERS, _RETURN_ERROR | errno.EPERM)
+    install_seccomp_filter(program, listener=False)
+
+
+def listen_to_links() -> int:
+    """Let the kernel ask about each hard link from now on; return the listener's descriptor."""
+    program = _filter_of_calls(_LINK_NUMBERS, _RETURN_NOTIFY)
+    return install_seccomp_filter(program, listener=True)
+
+
+def _filter_of_calls(numbers: tuple[int, ...], action: int) -> bytes:
+    """Return a filter with an action for these system calls, which allows all others.
+
+    It is for processes whose first filter refuses foreign system call tables, so that the number
+    alone decides.
     """
     instruction = struct.Struct("HBBI")
     program = [instruction.pack(0x20, 0, 0, 0)]  # load the number
-    for index, number in enumerate(_SENDMSG_NUMBERS):
+    for index, number in enumerate(numbers):
         # If equal, skip the other comparisons and the instruction that allows the call.
-        program.append(instruction.pack(0x15, len(_SENDMSG_NUMBERS) - index, 0, number))
-    program.append(instruction.pack(0x06, 0, 0, 0x7FFF0000))  # allow
-    program.append(instruction.pack(0x06, 0, 0, 0x00050000 | errno.EPERM))
-    install_seccomp_filter(b"".join(program), listener=False)
+        program.append(instruction.pack(0x15, len(numbers) - index, 0, number))
+    program.append(instruction.pack(0x06, 0, 0, _RETURN_ALLOW))
+    program.append(instruction.pack(0x06, 0, 0, action))
+    return b"".join(program)
 
 
 class _Hidden:

@@ -4,7 +4,8 @@ It is process 1 of the workspace's PID namespace, has no capabilities and is fil
 interpreter, but runs no code of the policy, and no process of the workspace can read or trace it.
 A child that the policy's processes can change (`/proc/PID/mem`) has no descriptor of its channel.
 So the policy's code cannot make up its messages. It waits for the bash of each call, keeps the
-state between calls (`shell`) and collects the processes that have lost their parent.
+state between calls (`shell`), answers which hard links are made (`links`) and collects the
+processes that have lost their parent.
 
 Orders, on its control channel::
 
@@ -44,6 +45,7 @@ from mega_agentrl.sandbox.guest.interpreter import (
 from mega_agentrl.sandbox.guest.messages import WORKSPACE_ORDERS
 from mega_agentrl.sandbox.guest.workspace.edit import EditError, run_edit
 from mega_agentrl.sandbox.guest.workspace.layers import WORKSPACE, check_layers, mount_layers
+from mega_agentrl.sandbox.guest.workspace.links import LinkListener
 from mega_agentrl.sandbox.guest.workspace.shell import (
     MAX_COMMAND_BYTES,
     ShellState,
@@ -97,6 +99,7 @@ def run_workspace(
         apply_limits(settings)
         syscalls.drop_capabilities()
         syscalls.install_seccomp_filter(base64.b64decode(settings.seccomp_filter), listener=False)
+        links = LinkListener()
         if source is None:
             check_layers(workspace)
         channel.send({"event": "ready"}, (layers_fd,))
@@ -104,7 +107,7 @@ def run_workspace(
             os.close(fd)
         syscalls.deny_sendmsg()
         syscalls.set_dumpable(False)
-        WorkspaceServer(channel, workspace, source).serve()
+        WorkspaceServer(channel, links, workspace, source).serve()
     except (EOFError, BrokenPipeError, ConnectionResetError):  # the supervisor is gone
         pass
     except BaseException:  # noqa: BLE001  the edge of the process
@@ -118,9 +121,14 @@ class WorkspaceServer:
     """Serves the orders of the supervisor, one call at a time."""
 
     def __init__(
-        self, channel: Channel, settings: WorkspaceSettings, source: ForkSource | None
+        self,
+        channel: Channel,
+        links: LinkListener,
+        settings: WorkspaceSettings,
+        source: ForkSource | None,
     ) -> None:
         self._channel = channel
+        self._links = links
         self._initial_state = initial_state(settings.variables, WORKSPACE)
         self._state = ShellState(source.state if source else self._initial_state)
         self._note = ""
@@ -144,8 +152,11 @@ class WorkspaceServer:
         poller = select.poll()
         poller.register(wake_r, select.POLLIN)
         poller.register(self._channel, select.POLLIN)
+        if self._links.fd >= 0:
+            poller.register(self._links.fd, select.POLLIN)
         while True:
-            poller.poll()
+            if self._links.fd in dict(poller.poll()):
+                self._links.answer()
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_r, 1 << 12)
             self._collect_children()
