@@ -8,9 +8,10 @@ sign, and groups of equal rewards, where A = 0, get no bonus.
 
 The chain of thought is located among the tokens that the policy sampled, so a tool that prints a
 marker has no effect. It extends from the first start marker to the first end marker after it,
-without the markers; from the beginning if there is only an end marker, because the template opened
-the block; to the end if the block is not closed; it is empty without markers. With `blocks="all"`
-the rule applies to each assistant turn (a run of unmasked positions), and the result is the union.
+without the markers; from the beginning if there is only an end marker, or if the generation prompt
+ends with a start marker (`opened_turns`); to the end if the block is not closed; it is empty
+without markers. With `blocks="all"` the rule applies to each assistant turn (a run of unmasked
+positions), and the result is the union.
 
 B trajectories, T response positions; R rows of a chunk, S turns.
 """
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 COT_BLOCKS = ("first", "all")
+
+MAX_TOKENS_BEHIND_OPENING = 2
+"""Tokens, such as line breaks, that a template writes between a start marker and the turn. A tool's
+answer ends further away: the beginning of the policy's turn stands behind it."""
 
 
 def egpo(
@@ -89,6 +94,7 @@ def cot_mask(
     start_id: int | Sequence[int],
     end_id: int | Sequence[int],
     blocks: str = "first",
+    opened_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return which sampled tokens belong to the chain of thought, [B, T] bool.
 
@@ -99,21 +105,60 @@ def cot_mask(
         end_id: end marker, one token or several.
         blocks: `first` for the trajectory's first block, which may continue after a tool's answer;
             `all` for one block per assistant turn.
+        opened_BT: [B, T] mask of the first tokens of turns whose block is already open, from
+            `opened_turns`; None if there are none.
 
     Raises:
         ValueError: a marker is empty or `blocks` is unknown.
     """
-    check_same_shape(token_BT=token_BT, mask_BT=mask_BT)
+    if opened_BT is None:
+        opened_BT = torch.zeros_like(mask_BT)
+    check_same_shape(token_BT=token_BT, mask_BT=mask_BT, opened_BT=opened_BT)
     start, end = _marker_ids("start_id", start_id), _marker_ids("end_id", end_id)
     if blocks not in COT_BLOCKS:
         raise InputError("blocks", blocks, f"one of {', '.join(COT_BLOCKS)}")
 
-    def cot_mask_of_rows(token_RT: torch.Tensor, mask_RT: torch.Tensor) -> torch.Tensor:
+    def cot_mask_of_rows(
+        token_RT: torch.Tensor, mask_RT: torch.Tensor, opened_RT: torch.Tensor
+    ) -> torch.Tensor:
         mask_RT = mask_RT.bool()
         turn_RT = _turn_index(mask_RT) if blocks == "all" else torch.zeros_like(token_RT)
-        return mask_RT & _in_cot_block(token_RT, mask_RT, turn_RT, start, end)
+        in_block_RT = _in_cot_block(token_RT, mask_RT, turn_RT, opened_RT.bool(), start, end)
+        return mask_RT & in_block_RT
 
-    return map_row_chunks(cot_mask_of_rows, token_BT.long(), mask_BT)
+    return map_row_chunks(cot_mask_of_rows, token_BT.long(), mask_BT, opened_BT)
+
+
+def opened_turns(
+    token_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    start_id: int | Sequence[int],
+    end_id: int | Sequence[int],
+) -> torch.Tensor:
+    """Return the first tokens of the turns whose block the generation prompt has opened, [B, T].
+
+    Many chat templates end the generation prompt with the start marker and a line break. The policy
+    then writes the end marker alone, and no marker at all if it is cut off.
+
+    Args:
+        token_BT: [B, T] integer token ids. A row must begin with the last tokens of the prompt, at
+            least `MAX_TOKENS_BEHIND_OPENING` more than the start marker has.
+        mask_BT: [B, T] mask of the sampled tokens.
+        start_id: start marker, one token or several.
+        end_id: end marker, one token or several.
+    """
+    check_same_shape(token_BT=token_BT, mask_BT=mask_BT)
+    start, end = _marker_ids("start_id", start_id), _marker_ids("end_id", end_id)
+    unsampled_BT = ~mask_BT.bool()
+    opens_BT = _marker_starts(token_BT, unsampled_BT, start)
+    closes_BT = _marker_starts(token_BT, unsampled_BT, end)
+    is_open_BT = shift(opens_BT, len(start))
+    opened_BT = is_open_BT
+    for _ in range(MAX_TOKENS_BEHIND_OPENING):
+        is_open_BT = shift(is_open_BT & unsampled_BT & ~closes_BT, 1)
+        opened_BT = opened_BT | is_open_BT
+    return opened_BT & ~unsampled_BT
 
 
 def _marker_ids(name: str, marker: int | Sequence[int]) -> tuple[int, ...]:
@@ -134,6 +179,7 @@ def _in_cot_block(
     token_RT: torch.Tensor,
     mask_RT: torch.Tensor,
     turn_RT: torch.Tensor,
+    opened_RT: torch.Tensor,
     start: tuple[int, ...],
     end: tuple[int, ...],
 ) -> torch.Tensor:
@@ -143,6 +189,7 @@ def _in_cot_block(
         token_RT: [R, T] token ids.
         mask_RT: [R, T] bool mask of the sampled tokens.
         turn_RT: [R, T] index of each position's turn; all 0 to treat a row as one turn.
+        opened_RT: [R, T] bool, the first tokens of turns whose block is already open.
         start: token ids of the start marker.
         end: token ids of the end marker.
     """
@@ -160,8 +207,12 @@ def _in_cot_block(
         return empty_RS.scatter_reduce(1, turn_RT, marker_RT, "amin").gather(1, turn_RT)
 
     open_RT = first_in_turn(_marker_starts(token_RT, mask_RT, start))
-    has_start_RT = open_RT < width
-    begin_RT = torch.where(has_start_RT, open_RT + len(start), 0)
+    first_RT = first_in_turn(mask_RT)
+    # A policy that repeats the marker at once opens the block itself.
+    is_opened_RT = (first_in_turn(opened_RT) == first_RT) & (first_RT < width)
+    is_opened_RT = is_opened_RT & (open_RT != first_RT)
+    has_start_RT = is_opened_RT | (open_RT < width)
+    begin_RT = torch.where(has_start_RT & ~is_opened_RT, open_RT + len(start), 0)
     close_RT = first_in_turn(_marker_starts(token_RT, mask_RT, end) & (position_T >= begin_RT))
     has_block_RT = has_start_RT | (close_RT < width)
     return has_block_RT & (position_T >= begin_RT) & (position_T < close_RT)
@@ -170,7 +221,7 @@ def _in_cot_block(
 def _marker_starts(
     token_RT: torch.Tensor, mask_RT: torch.Tensor, marker: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return where a marker starts of which the policy sampled every token, [R, T] bool."""
+    """Return where a marker starts of which every token is in the mask, [R, T] bool."""
     is_start_RT = torch.ones_like(mask_RT)
     for offset, token in enumerate(marker):
         is_start_RT = is_start_RT & shift((token_RT == token) & mask_RT, -offset)

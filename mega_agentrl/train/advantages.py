@@ -26,11 +26,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from mega_agentrl.algo import advantage as estimators
 from mega_agentrl.algo.aepo import entropy_scaled
 from mega_agentrl.algo.correction import importance_weights, logprob_mismatch
-from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
+from mega_agentrl.algo.egpo import (
+    MAX_TOKENS_BEHIND_OPENING,
+    cot_entropy,
+    cot_mask,
+    egpo,
+    opened_turns,
+)
 from mega_agentrl.algo.kl import kl_penalty
 from mega_agentrl.algo.masking import masked_mean
 from mega_agentrl.config.enums import CotBlocks, KlPlacement, RolloutCorrection
@@ -225,11 +232,7 @@ def _add_egpo_bonus(
                 f"algo.egpo.cot_blocks={settings.cot_blocks}"
             )
             raise InputError("cot_marker_ids", None, expected, "they were not tokenized")
-        token_AL = rows.concat_rows(batch.response_BT, batch.length_B)
-        start, end = cot_marker_ids
-        cot_AL = cot_mask(
-            token_AL, mask_AL, start_id=start, end_id=end, blocks=str(settings.cot_blocks)
-        )
+        cot_AL = _locate_cot(inputs, cot_marker_ids, str(settings.cot_blocks))
     entropy_A = cot_entropy(rows.concat_rows(entropy_BT, batch.length_B), cot_AL)
     egpo_advantage_A = egpo(advantage_A, entropy_A, lam=settings.lam, alpha=settings.alpha)
     trained_A = mask_AL.any(1)
@@ -240,6 +243,25 @@ def _add_egpo_bonus(
         "egpo/bonus_mean": float(masked_mean(egpo_advantage_A - advantage_A, trained_A)),
         "egpo/clipfrac": _masked_fraction(bounded_A, trained_A),
     }
+
+
+def _locate_cot(inputs: AdvantageInputs, cot_marker_ids: CotMarkerIds, blocks: str) -> torch.Tensor:
+    """Return the mask of the chain of thought, [A, L], also of one that a prompt has opened."""
+    batch, rows = inputs.batch, inputs.rows
+    start, end = cot_marker_ids
+    # The end of its prompt stands before each row while the openings are looked for.
+    size = len(start) + MAX_TOKENS_BEHIND_OPENING
+    tails = [[-1] * (size - len(ids[-size:])) + list(ids[-size:]) for ids in batch.prompt_ids]
+    token_BT = torch.cat([torch.tensor(tails, dtype=torch.int64), batch.response_BT], dim=1)
+    mask_BT = pad(batch.mask_BT, (size, 0))
+    opened_BT = opened_turns(token_BT, mask_BT, start_id=start, end_id=end)[:, size:]
+    token_AL, mask_AL, opened_AL = (
+        rows.concat_rows(grid_BT, batch.length_B)
+        for grid_BT in (batch.response_BT, batch.mask_BT, opened_BT)
+    )
+    return cot_mask(
+        token_AL, mask_AL, start_id=start, end_id=end, blocks=blocks, opened_BT=opened_AL
+    )
 
 
 def _scale_by_entropy(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.algo import advantage
-from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo
+from mega_agentrl.algo.egpo import cot_entropy, cot_mask, egpo, opened_turns
 from mega_agentrl.algo.masking import ROWS_PER_CHUNK
 from mega_agentrl.errors import InputError
 from tests.algo.golden_values import group_indices, load_golden
@@ -80,6 +80,65 @@ def test_with_all_blocks_the_rule_applies_to_each_turn():
     assert mask_of(token, mask, **marks) == [0, 1] + [0] * 16
     want = [0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert mask_of(token, mask, **marks, blocks="all") == want
+
+
+def opened(token, mask, start_id=START, end_id=END):
+    got = opened_turns(
+        torch.tensor([token]), torch.tensor([mask]), start_id=start_id, end_id=end_id
+    )
+    return got[0].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    ("token", "mask", "turns"),
+    [
+        pytest.param([7, START, 10, 5, 6], [0, 0, 0, 1, 1], [3], id="start and line break"),
+        pytest.param([7, START, 5, 6], [0, 0, 1, 1], [2], id="start alone"),
+        pytest.param([START, 10, 11, 5], [0, 0, 0, 1], [3], id="two tokens behind"),
+        pytest.param([START, 10, 11, 12, 5], [0, 0, 0, 0, 1], [], id="further away"),
+        pytest.param([START, END, 5], [0, 0, 1], [], id="closed at once"),
+        pytest.param([START, 10, END, 5], [0, 0, 0, 1], [], id="closed"),
+        pytest.param([7, START, 10, 5], [0, 1, 1, 1], [], id="by the policy"),
+        pytest.param(
+            [START, 10, 5, 90, START, 10, 6, 90, 6], [0, 0, 1, 0, 0, 0, 1, 0, 1], [2, 6], id="turns"
+        ),
+    ],
+)
+def test_the_generation_prompt_opens_the_block_of_a_turn(token, mask, turns):
+    assert opened(token, mask) == turns
+
+
+def test_the_generation_prompt_opens_with_a_marker_of_several_tokens():
+    marks = {"start_id": (1, 2), "end_id": (3, 4)}
+    assert opened([9, 1, 2, 10, 5], [0, 0, 0, 0, 1], **marks) == [4]
+    assert opened([9, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], **marks) == []
+    assert opened([9, 1, 5, 2], [0, 0, 1, 1], **marks) == []
+
+
+@pytest.mark.parametrize(
+    ("token", "want"),
+    [
+        pytest.param([5, 6, 7, 8], [1, 1, 1, 1], id="cut off"),
+        pytest.param([5, 6, END, 8], [1, 1, 0, 0], id="closed"),
+        pytest.param([END, 6, 7, 8], [0, 0, 0, 0], id="empty"),
+        pytest.param([START, 6, END, 8], [0, 1, 0, 0], id="opened again"),
+        pytest.param([5, END, START, 8], [1, 0, 0, 0], id="second block"),
+    ],
+)
+@pytest.mark.parametrize("blocks", ["first", "all"])
+def test_an_open_block_begins_with_the_turn(token, want, blocks):
+    marks = {"start_id": START, "end_id": END, "blocks": blocks}
+    is_opened = torch.tensor([[True, False, False, False]])
+    assert mask_of(token, [1] * 4, **marks, opened_BT=is_opened) == want
+
+
+def test_with_all_blocks_each_turn_is_open_or_not_on_its_own():
+    token, mask = [5, END, 7, 90, 6, 7, 90, 8], [1, 1, 1, 0, 1, 1, 0, 1]
+    marks = {"start_id": START, "end_id": END}
+    is_opened = torch.tensor([[1, 0, 0, 0, 1, 0, 0, 0]]).bool()
+    assert mask_of(token, mask, **marks, opened_BT=is_opened) == [1, 0, 0, 0, 0, 0, 0, 0]
+    want = [1, 0, 0, 0, 1, 1, 0, 0]
+    assert mask_of(token, mask, **marks, opened_BT=is_opened, blocks="all") == want
 
 
 @pytest.mark.parametrize("blocks", ["first", "all"])

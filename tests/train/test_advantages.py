@@ -328,6 +328,21 @@ def test_egpo_reads_rows_of_one_trajectory_in_a_line(blocks, name):
     assert got == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("blocks", [CotBlocks.first, CotBlocks.all])
+def test_egpo_counts_a_chain_of_thought_that_the_prompt_opened_and_a_cut_off_one(blocks):
+    """No marker in any response: all of it is thought where the prompt ends with the opening."""
+    given = thinking(response_BT=torch.full((4, 6), 7), prompt_ids=((1, OPEN, 2),) * 3 + ((1,),))
+    algo = AlgoConfig(advantage_options=NOT_BY_STD, egpo=EgpoConfig(lam=0.4, cot_blocks=blocks))
+    got_BT, metrics = advantages(given, algo)
+    whole = AlgoConfig(
+        advantage_options=NOT_BY_STD, egpo=EgpoConfig(lam=0.4, cot_blocks=CotBlocks.response)
+    )
+    expected_BT, _ = advantages(given, whole, cot_marker_ids=None)
+    assert_close(got_BT[:3], expected_BT[:3])
+    assert metrics["egpo/no_cot_fraction"] == 0.25
+    assert_close(got_BT[3], torch.full((6,), -1.0))
+
+
 def test_egpo_without_markers_is_an_error():
     with pytest.raises(InputError) as caught:
         advantages(thinking(), AlgoConfig(egpo=EgpoConfig(lam=0.4)), cot_marker_ids=None)
