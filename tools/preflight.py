@@ -7,9 +7,11 @@ r"""Checks whether a configuration can run, without a GPU, for example on a logi
 Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
 with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
 (`--*-gbs`), reads the prompts if data and tokenizer are present, loads your own tools, rewards and
-simulated users, and makes the example calls of the tools. Models: Llama, Qwen2, Qwen3, Qwen3Moe,
-Qwen2.5-VL, Qwen3-VL; a folder with config.json is enough. Exit code 1: the run cannot start; the
-output names the key to change and working values. torch is never imported, except by your own code.
+simulated users, makes the example calls of the tools, and runs the set-up and the reward command of
+each row once in a workspace (the set-up must succeed, the reward must be 0). Models: Llama, Qwen2,
+Qwen3, Qwen3Moe, Qwen2.5-VL, Qwen3-VL; a folder with config.json is enough. Exit code 1: the run
+cannot start; the output names the key to change and working values. torch is never imported, except
+by your own code.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
         _add_prompts(findings, args)
         if not args.no_files:
             _add_tool_calls(findings)
+        if not (args.no_files or args.no_workspaces):
+            _add_workspaces(findings)
     return findings
 
 
@@ -108,6 +112,19 @@ def _add_tool_calls(findings: PreflightFindings) -> None:
     except ValueError as error:
         problems, notes = [_config_error_problem(error)], []
     # The prompts need the tools too.
+    findings.problems += [problem for problem in problems if problem not in findings.problems]
+    findings.notes += notes
+
+
+def _add_workspaces(findings: PreflightFindings) -> None:
+    from tools.preflight_parts.workspaces import check_workspaces
+
+    assert findings.config is not None, "the configuration is composed first"
+    try:
+        problems, notes = check_workspaces(findings.config)
+    except ValueError as error:
+        problems, notes = [_config_error_problem(error)], []
+    # The prompts are read by two checks.
     findings.problems += [problem for problem in problems if problem not in findings.problems]
     findings.notes += notes
 
@@ -152,6 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--no-files", action="store_true", help="data files may be missing")
     parser.add_argument("--no-prompts", action="store_true", help="do not read the prompts")
+    parser.add_argument(
+        "--no-workspaces", action="store_true", help="do not run set-up and reward commands"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")
     for link in LinkType:
         flag = f"--{link.replace('_', '-')}-gbs"
