@@ -59,9 +59,9 @@ class ChatTemplate:
     turn) does not change what was sampled. The caller checks whether the pieces add up to what the
     template renders for the whole conversation.
 
-    Only the template produces special tokens: where the text of a message contains one, it is
-    rendered as a placeholder and encoded as plain text. Pieces meet only at turn boundaries, so
-    that merges inside of the template's text are not affected.
+    Only the template produces special tokens: where a text of a message or of a tool's schema
+    contains one, it is rendered as a placeholder and encoded as plain text. Pieces meet only at
+    turn boundaries, so that merges inside of the template's text are not affected.
     """
 
     def __init__(self, tokenizer: Any, image_tokens: ImageTokens | None = None) -> None:
@@ -79,18 +79,27 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of the conversation, by default followed by the generation prompt."""
         self._check_images(messages)
-        replaced, text_by_placeholder = self._replace_special_tokens(messages)
-        text = self._render(replaced, tools, add_generation_prompt=add_generation_prompt)
+        replaced, text_by_placeholder = self._replace_special_tokens([*messages, *(tools or ())])
+        text = self._render(
+            replaced[: len(messages)],
+            replaced[len(messages) :],
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
+        )
         return self._expand_images(self._encode_rendered(text, text_by_placeholder), messages)
 
-    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+    def encode_next_turn(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
         self._check_images(messages)
         replaced, text_by_placeholder = self._replace_special_tokens(messages)
-        text = self._render((*_BASE_CONVERSATION, *replaced), None, add_generation_prompt=True)
+        conversation = (*_BASE_CONVERSATION, *replaced)
+        text = self._render(conversation, None, add_generation_prompt=True, variables=variables)
         eos = str(self._tokenizer.eos_token)
         _, sentinel, tail = text.partition(_SENTINEL)
         if not sentinel or eos not in tail:
@@ -122,16 +131,16 @@ class ChatTemplate:
         return text.partition(_SENTINEL)[2]
 
     def _replace_special_tokens(
-        self, messages: Sequence[Message]
+        self, records: Sequence[Mapping[str, Any]]
     ) -> tuple[list[Message], dict[str, str]]:
-        """Replace special tokens in messages by one-character placeholders.
+        """Replace special tokens in messages and schemas by one-character placeholders.
 
         Returns:
-            The messages, and the replaced special token of each placeholder.
+            The messages and schemas, and the replaced special token of each placeholder.
         """
-        contents = [text for message in messages for text in _content_texts(message)]
-        special = [text for text in self._special_tokens if any(text in part for part in contents)]
-        text_by_placeholder = dict(zip(_unused_placeholders(contents), special, strict=False))
+        texts = [text for record in records for text in _texts_in(record)]
+        special = [token for token in self._special_tokens if any(token in text for text in texts)]
+        text_by_placeholder = dict(zip(_unused_placeholders(texts), special, strict=False))
 
         def replace_in(text: str) -> str:
             text = _replace_lone_surrogates(text)
@@ -139,15 +148,7 @@ class ChatTemplate:
                 text = text.replace(special_text, placeholder)
             return text
 
-        replaced: list[Message] = []
-        for message in messages:
-            content = message.get("content", "")
-            if isinstance(content, list):
-                parts = [_template_part(part, replace_in) for part in content]
-                replaced.append({**message, "content": parts})
-            else:
-                replaced.append({**message, "content": replace_in(str(content))})
-        return replaced, text_by_placeholder
+        return [_template_record(record, replace_in) for record in records], text_by_placeholder
 
     @property
     def renders_images(self) -> bool:
@@ -206,6 +207,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         *,
         add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -217,23 +219,40 @@ class ChatTemplate:
             tools=[dict(tool) for tool in tools] if tools else None,
             add_generation_prompt=add_generation_prompt,
             tokenize=False,
+            **(variables or {}),
         )
         return str(text)
 
 
-def _content_texts(message: Message) -> list[str]:
-    """Return the texts of a message's content."""
-    content = message.get("content", "")
-    if not isinstance(content, list):
-        return [str(content)]
-    return [part["text"] for part in content if part["type"] == "text"]
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts and the keys within a message, a schema or a part of them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item)
 
 
-def _template_part(part: Mapping[str, Any], replace_in: Callable[[str], str]) -> dict[str, Any]:
-    """Return a part of a message's content as templates expect it."""
-    if part["type"] == "image":
-        return {"type": "image"}
-    return {"type": "text", "text": replace_in(part["text"])}
+def _template_record(record: Mapping[str, Any], replace_in: Callable[[str], str]) -> dict[str, Any]:
+    """Return a message or schema as templates expect it."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, str):
+            return replace_in(value)
+        if isinstance(value, Mapping):
+            if value.get("type") == "image" and "image" in value:
+                return {"type": "image"}
+            return {replace_in(str(key)): convert(item) for key, item in value.items()}
+        return [convert(item) for item in value] if isinstance(value, list | tuple) else value
+
+    converted: dict[str, Any] = convert(record)
+    if "role" in converted and converted.get("content") is None:
+        converted["content"] = ""
+    return converted
 
 
 def _unused_placeholders(texts: Sequence[str]) -> Iterator[str]:
@@ -326,10 +345,11 @@ class HFCodec:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the ids of the conversation with `tools` rendered by the template."""
         return self._chat_template.encode(
-            messages, tools, add_generation_prompt=add_generation_prompt
+            messages, tools, add_generation_prompt=add_generation_prompt, variables=variables
         )
 
     @property
@@ -337,9 +357,11 @@ class HFCodec:
         """Whether the chat template writes the schemas of tools; some templates ignore them."""
         return self._chat_template.renders_tools
 
-    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+    def encode_next_turn(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
-        return self._chat_template.encode_next_turn(messages)
+        return self._chat_template.encode_next_turn(messages, variables)
 
     def encode_assistant_turn(self, text: str) -> list[int]:
         """Return the ids, with end of turn, of an assistant turn that the policy did not sample."""
