@@ -41,6 +41,5 @@ class Rotate(Tool):
 def rotate(data: bytes, degrees: int) -> bytes:
     """Return a PNG file of the image, rotated clockwise."""
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(data)) as image:
-        image.convert("RGB").rotate(-degrees, expand=True).save(buffer, format="PNG")
+    decode_rgb(data).rotate(-degrees, expand=True).save(buffer, format="PNG")
     return buffer.getvalue()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.function import run_in_thread
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
-from mega_agentrl.vision.loader import MAX_ASPECT_RATIO
+from mega_agentrl.vision.loader import MAX_ASPECT_RATIO, decode_rgb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,8 +120,7 @@ def crop(image: ImageInput, box: tuple[int, int, int, int], size: tuple[int, int
     from PIL import Image
 
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(image.read())) as file:
-        part = file.convert("RGB").crop(box)
+    part = decode_rgb(image.read()).crop(box)
     part.resize(size, Image.Resampling.BICUBIC).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
 

@@ -34,9 +34,9 @@ class ImageInput:
     data: bytes = b""
     """Bytes of the image file, for an image that a tool has made."""
     width: int
-    """Width of the file's image in pixels, before it is resized."""
+    """Width of the file's image in pixels, upright and before it is resized."""
     height: int
-    """Height of the file's image in pixels, before it is resized."""
+    """Height of the file's image in pixels, upright and before it is resized."""
     grid_thw: tuple[int, int, int]
     """Number of patches of the resized image along time, height and width."""
     merge_size: int

@@ -5,6 +5,9 @@ A cell of a dataset names an image as a path, a URL, a base64 data URL, bytes, o
 has it). The format follows from the bytes, never from the name of the file. Size of the file,
 number of pixels and aspect ratio are bounded before pixels are decoded; Pillow bounds the metadata
 of a PNG file. Every error is a `ConfigError` that names the image's place.
+
+`decode_rgb` gives the pixels that viewers show, and `shown_size` their size: everything that
+decodes an image, for a model, a tool or a report, uses them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import base64
 import io
 import os.path
 from bisect import bisect_right
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -36,6 +40,18 @@ ANIMATION_FORMATS = ("GIF", "WEBP", "PNG")
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the sides, beyond which the resizing of Qwen's processors fails."""
 
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Pillow's transposition that turns an image of each EXIF orientation upright."""
+_QUARTER_TURNS = (5, 6, 7, 8)
+"""Orientations that exchange width and height."""
 _MIB = 2**20
 _DEFAULT_FRAME_MS = 100.0
 """Duration of a frame without one, as browsers show it."""
@@ -110,13 +126,30 @@ def check_image(data: bytes, where: str, limits: ImageLimits, *, decode: bool = 
             return str(image.format)
 
 
-def reduced_image(data: bytes, max_side: int) -> PillowImage:
-    """Decode an image that `check_image` has accepted, with at most `max_side` pixels a side."""
+def decode_rgb(data: bytes, *, max_side: int | None = None) -> PillowImage:
+    """Decode an image that `check_image` has accepted into 8-bit RGB, as it is shown.
+
+    The image is turned as its EXIF orientation says, transparent pixels are laid on white as vLLM
+    does, and 16-bit grey values lose their lower byte.
+
+    Args:
+        data: the bytes of the file.
+        max_side: reduce the image to at most so many pixels a side; None for its own size.
+    """
     with _open_image(data, FORMATS) as image:
-        image.draft("RGB", (max_side, max_side))
-        reduced = image.convert("RGB")
-    reduced.thumbnail((max_side, max_side))
-    return reduced
+        if max_side is not None:
+            image.draft("RGB", (max_side, max_side))
+        shown = _shown_image(image)
+    if max_side is not None:
+        shown.thumbnail((max_side, max_side))
+    return shown
+
+
+def shown_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of the image that `decode_rgb` returns, without decoding it."""
+    with _open_image(data, FORMATS) as image:
+        width, height = image.size
+        return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
 
 
 def animation_frames(
@@ -166,8 +199,51 @@ def _open_image(data: bytes, formats: tuple[str, ...]) -> PillowImage:
 def _frame_as_png(image: PillowImage, index: int) -> bytes:
     image.seek(index)
     buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, format="PNG", compress_level=1)
+    _shown_image(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def _shown_image(image: PillowImage) -> PillowImage:
+    """Return the current frame of an open file in RGB, upright and without transparency."""
+    from PIL import Image
+
+    turn = _TURNS.get(_orientation(image))
+    image.load()
+    alpha = None
+    if image.mode.startswith("I"):
+        image, alpha = _reduce_to_8_bits(image)
+    elif image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        alpha = image.getchannel("A")
+    shown = image.convert("RGB")
+    if alpha is not None:
+        background = Image.new("RGB", image.size, "white")
+        background.paste(shown, mask=alpha)
+        shown = background
+    return shown if turn is None else shown.transpose(Image.Transpose[turn])
+
+
+def _reduce_to_8_bits(image: PillowImage) -> tuple[PillowImage, PillowImage | None]:
+    """Return the upper bytes of 16-bit grey values, and a mask if one value is transparent."""
+    import numpy as np
+    from PIL import Image
+
+    value_HW = np.asarray(image).astype(np.int64)
+    grey = Image.fromarray((value_HW >> 8).clip(0, 255).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if not isinstance(transparent, int):
+        return grey, None
+    return grey, Image.fromarray(np.where(value_HW == transparent, 0, 255).astype(np.uint8))
+
+
+def _orientation(image: PillowImage) -> int:
+    """Return the EXIF orientation from 1 to 8 of a file whose pixels are not decoded yet."""
+    from PIL import ExifTags, Image
+
+    with suppress(Exception):  # a damaged EXIF block raises errors of many kinds
+        # That of PNG files would decode all pixels, in search of a block behind them.
+        return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
+    return 1
 
 
 def _check_file_size(num_bytes: int, where: str, limits: ImageLimits) -> None:

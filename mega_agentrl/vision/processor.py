@@ -9,7 +9,6 @@ cuts them; the one for torchvision would resize differently.
 from __future__ import annotations
 
 import hashlib
-import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json
 from mega_agentrl.types.images import ImageInput
+from mega_agentrl.vision.loader import decode_rgb, shown_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,10 +119,7 @@ class ImageProcessor:
             data: The bytes of the file, which `loader.check_image` has accepted.
             path: Path of the file; without it the record keeps the bytes.
         """
-        from PIL import Image
-
-        with Image.open(io.BytesIO(data)) as image:
-            width, height = image.size
+        width, height = shown_size(data)
         return ImageInput(
             image_id=self._image_id(data),
             path=path,
@@ -145,9 +142,9 @@ class ImageProcessor:
 
         if image.pixels_HWC is not None:
             return image
-        with Image.open(io.BytesIO(image.read())) as file:
-            rows, columns = self._resized_size(*file.size)
-            resized = file.convert("RGB").resize((columns, rows), Image.Resampling.BICUBIC)
+        decoded = decode_rgb(image.read())
+        rows, columns = self._resized_size(*decoded.size)
+        resized = decoded.resize((columns, rows), Image.Resampling.BICUBIC)
         return replace(image, pixels_HWC=np.asarray(resized, dtype=np.uint8))
 
     def patches(self, image: ImageInput) -> np.ndarray:

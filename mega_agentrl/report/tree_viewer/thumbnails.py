@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mega_agentrl.types.images import ImageInput
-from mega_agentrl.vision.loader import ImageLimits, check_image, reduced_image
+from mega_agentrl.vision.loader import ImageLimits, check_image, decode_rgb
 
 THUMBNAIL_SIZE = 128
 """Maximum width and height of a thumbnail in pixels."""
@@ -70,7 +70,7 @@ def thumbnail_uri(image: ImageInput) -> str:
     try:
         data = image.read()
         check_image(data, repr(image), _LIMITS)
-        small = reduced_image(data, THUMBNAIL_SIZE)
+        small = decode_rgb(data, max_side=THUMBNAIL_SIZE)
     except (OSError, ValueError, SyntaxError):  # Pillow's SyntaxError is for broken PNG files
         return ""
     return _encode(small)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.sections.data import MAX_IMAGE_PIXELS
 from mega_agentrl.types.atomic_file import atomic_path
-from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image, reduced_image
+from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image, decode_rgb
 from mega_agentrl.vision.placeholders import image_parts
 
 if TYPE_CHECKING:
@@ -147,5 +147,5 @@ def _small_file(image: ImageInput) -> tuple[bytes, str]:
     if len(data) <= MAX_FILE_BYTES:
         return data, kind.lower()
     buffer = io.BytesIO()
-    reduced_image(data, MAX_SIDE).save(buffer, format="JPEG")
+    decode_rgb(data, max_side=MAX_SIDE).save(buffer, format="JPEG")
     return buffer.getvalue(), "jpeg"
