@@ -54,7 +54,7 @@ def _without_enums(value: object) -> object:
     if isinstance(value, Enum):
         return value.value
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_without_enums, value))  # type: ignore[call-overload]
+        return type(value)(map(_without_enums, value))  # type: ignore[call-overload,call-arg]
     if isinstance(value, Mapping):
         return {_without_enums(key): _without_enums(item) for key, item in value.items()}
     return value

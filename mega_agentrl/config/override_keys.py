@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 _CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
+_AGENT_KEY = "rollout.agent"
+"""Setting whose entries may have entries at any depth."""
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
 
@@ -49,8 +51,12 @@ def register_schema() -> None:
     `algo.loss_options.clip_high=0.28`.
     """
     schema = OmegaConf.structured(TrainConfig)
-    for key in (*(setting.options_key for setting in _CODE_SETTINGS), "rollout.agent"):
+    for key in (*(setting.options_key for setting in _CODE_SETTINGS), _AGENT_KEY):
         OmegaConf.set_struct(OmegaConf.select(schema, key), False)
+    # OmegaConf refuses the whole numbers that a yaml file adds to a mapping of mappings of floats.
+    # The schema checks the values.
+    rubric = schema.reward._get_node("rubric")  # private; checked with OmegaConf 2.3
+    rubric._metadata.ref_type, rubric._metadata.element_type = dict[str, Any], Any
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("sweep_dir_name", sweep_dir_name, replace=True)
 
@@ -99,7 +105,7 @@ def setting_type(key: str) -> FieldType | None:
     kind: FieldType | None = None
     for name in key.split("."):
         if kind is not None:
-            if kind.kind is not Any:  # whose entries may be anything at any depth
+            if kind.kind is not Any or not key.startswith(f"{_AGENT_KEY}."):
                 kind = kind.item if kind.kind is dict else None
         elif is_dataclass(hint := _field_types(section).get(name)) and isinstance(hint, type):
             section = hint
@@ -265,7 +271,10 @@ def _check_override(override: Override, groups: Mapping[str, list[str]]) -> None
 
 
 def _unknown_key(name: str, key: str, known: Iterable[str]) -> InputError:
-    cause = describe_key(key) or f"a mistyped key, nearest is {_suggest_names(key, known)}"
+    nearest, described = _suggest_names(key, known), describe_key(key)
+    cause = f"a mistyped key, nearest is {nearest}"
+    if described:  # a word alone may be either
+        cause = described if "." in key else f"{described}; or {cause}"
     return InputError(name, key, "a known key", cause)
 
 
@@ -403,5 +412,6 @@ def _nested_keys(values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
             continue
         key = f"{prefix}.{name}" if prefix else str(name)
         yield key
-        if isinstance(value, dict) and key.split(".")[0] != _HYDRA:
+        # Keys of a dictionary leaf are the user's, and may have dots: `agent.reward`.
+        if isinstance(value, dict) and key in known_sections():
             yield from _nested_keys(value, key)

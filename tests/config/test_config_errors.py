@@ -6,6 +6,7 @@ import pytest
 
 from mega_agentrl.config.enums import KlPlacement
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.types.records import ToolStatus
 
 
 def test_the_message_and_the_attributes_survive_pickling():
@@ -28,3 +29,22 @@ def test_only_a_broken_range_raises():
     with pytest.raises(ConfigError) as caught:
         check_range(False, "a.b", 0, "at least 1")
     assert (caught.value.key, caught.value.got) == ("a.b", 0)
+
+
+@pytest.mark.parametrize(
+    ("got", "shown"),
+    [
+        ([KlPlacement.loss, KlPlacement.reward], "['loss', 'reward']"),
+        ((KlPlacement.loss,), "('loss',)"),
+        ({KlPlacement.loss: {"b": KlPlacement.reward}}, "{'loss': {'b': 'reward'}}"),
+        (ToolStatus.ok, "ok"),
+        ([ToolStatus.ok], "['ok']"),
+    ],
+    ids=["list", "tuple", "mapping", "alone", "of_another_enumeration"],
+)
+def test_members_of_enumerations_are_shown_by_their_values(got, shown):
+    assert str(ConfigError("k", got, "another")) == f"k={shown}: expected another"
+
+
+def test_a_choice_of_a_setting_has_the_repr_of_its_value():
+    assert f"{[KlPlacement.loss]}" == "['loss']" and f"{KlPlacement.loss!r}" == "'loss'"

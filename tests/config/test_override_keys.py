@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 
@@ -259,7 +261,6 @@ def test_a_huge_integer_in_a_file_is_refused_with_its_key(folder, tmp_path_facto
         ("algo.kl_target=x", "algo.kl_target", "x", "1000 nats, or null"),
         ("algo.kl_placement=none", "algo.kl_placement", "none", "one of loss, reward"),
         ("deterministic=maybe", "deterministic", "maybe", "true or false"),
-        ("+reward.rubric.default={arpo:x}", "reward.rubric.default.arpo", "x", "a finite number"),
         (
             "reward.functions.mine=r.py:f",
             "reward.functions.mine",
@@ -281,6 +282,36 @@ def test_a_value_of_another_type_or_a_new_entry_without_a_plus_is_refused_with_i
     error = refused(compose_settings, [override], find_config_dir())
     assert (error.key, error.got) == (key, got)
     assert expected in error.expected
+
+
+@pytest.mark.parametrize(
+    "weights", ["{agent: 1}", "{agent.reward: 1, agent.length: 0.5}"], ids=["whole", "dotted_names"]
+)
+def test_weights_in_a_file_may_be_whole_numbers_and_names_may_have_dots(tmp_path, weights):
+    (tmp_path / "experiment").mkdir()
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.write_text(f"# @package _global_\nreward: {{rubric: {{default: {weights}}}}}\n")
+    register_schema()
+    overrides = ["experiment=mine", "model=hf", "model.path=x"]
+    check_overrides(overrides, find_config_dir(), tmp_path)
+    config = OmegaConf.to_object(compose_settings(overrides, find_config_dir(), tmp_path))
+    assert config.reward.rubric == {"default": yaml.safe_load(weights)}
+
+
+def test_a_weight_that_is_no_number_is_refused_with_its_key():
+    register_schema()
+    composed = compose_settings(["+reward.rubric.default={arpo:x}"], find_config_dir())
+    error = refused(OmegaConf.to_object, composed)
+    assert (error.key, error.got) == ("reward.rubric.default.arpo", "x")
+    assert "a finite number" in error.expected
+
+
+def test_arguments_of_the_agent_need_no_plus_at_any_depth():
+    register_schema()
+    overrides = ["rollout.agent._target_=my_agent.py:Agent", "rollout.agent.make.game=chess"]
+    check_overrides(overrides, find_config_dir())
+    agent = compose_settings(overrides, find_config_dir()).rollout.agent
+    assert agent == {"_target_": "my_agent.py:Agent", "make": {"game": "chess"}}
 
 
 def test_a_value_of_another_type_in_a_file_is_refused_with_key_and_file(tmp_path):

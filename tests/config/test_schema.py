@@ -22,7 +22,7 @@ PACKAGE = Path(schema.__file__).resolve().parents[1]
 ENUMS = [
     kind
     for _, kind in inspect.getmembers(enums, inspect.isclass)
-    if issubclass(kind, StrEnum) and kind is not StrEnum
+    if issubclass(kind, StrEnum) and kind not in (StrEnum, enums.Choice)
 ]
 
 

@@ -1,8 +1,6 @@
 """The examples of the guides, as they stand there, are loaded and called.
 
-A block names its file after its language, as in ```` ```python notes.py ````. A block without a
-language holds commands or overrides. A block that cannot be tested follows a line
-`<!-- not tested: REASON -->`.
+`test_commands` runs the commands of all pages as far as the check of their input.
 """
 
 import asyncio
@@ -10,7 +8,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -38,11 +35,11 @@ from mega_agentrl.tool.user_tools import load_user_tools
 from mega_agentrl.train.estimators.registry import AdvantageInputs, load_user_advantage
 from mega_agentrl.train.trajectory_rows import TrajectoryRows
 from mega_agentrl.types.records import ToolStatus
+from tests.docs.blocks import ROOT, commands, read_blocks
 from tests.train.test_advantages import batch
 
 pytestmark = pytest.mark.extended
 
-ROOT = Path(__file__).resolve().parents[2]
 GUIDES = (
     "README.md",
     *(
@@ -54,46 +51,16 @@ GUIDES = (
 DEADLINE_S = 120
 MAX_UNTESTED = 1
 
-BLOCK = re.compile(r"(?:<!-- not tested: (.+) -->\n)?^```(\S*) ?(\S*)\n(.*?)^```$", re.M | re.S)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of a guide."""
-
-    guide: str
-    number: int
-    untested: str
-    language: str
-    file: str
-    text: str
-
-    @property
-    def id(self):
-        return f"{Path(self.guide).stem}-{self.number}"
-
-
-def read_blocks(guide):
-    found = BLOCK.findall((ROOT / guide).read_text())
-    return [Block(guide, number, *parts) for number, parts in enumerate(found, start=1)]
-
-
 BLOCKS = [block for guide in GUIDES for block in read_blocks(guide)]
 TESTED = [block for block in BLOCKS if not block.untested]
 FILES = [
     block
     for block in TESTED
-    if block.language in ("python", "yaml") or block.file.startswith("examples/")
+    if block.file and (block.language in ("python", "yaml") or block.file.startswith("examples/"))
 ]
+FRAGMENTS = [block for block in TESTED if block.language in ("python", "yaml") and not block.file]
 RECORDS = [block for block in TESTED if block.language == "json" and block not in FILES]
 SHELL = [block for block in TESTED if not block.language]
-
-
-def commands(block):
-    """The commands of a block, as words and without comments."""
-    for line in block.text.replace("\\\n", " ").splitlines():
-        if words := shlex.split(line, comments=True):
-            yield words
 
 
 def overrides_of(words):
@@ -128,7 +95,7 @@ def place(tmp_path, monkeypatch):
         generated.parent.mkdir(parents=True)
         generated.write_text(INTERACTION_FILE)
         for block in FILES:
-            if block.guide == guide:
+            if block.page == guide:
                 (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
                 (tmp_path / block.file).write_text(block.text)
         monkeypatch.chdir(tmp_path)
@@ -142,9 +109,10 @@ def run_within_deadline(work):
 
 
 def test_every_block_is_of_a_known_kind():
-    unknown = [block.id for block in TESTED if block not in (*FILES, *RECORDS, *SHELL)]
-    assert not unknown
-    assert not [block.id for block in FILES if not block.file], "expected a file after the language"
+    known = (*FILES, *RECORDS, *SHELL, *FRAGMENTS)
+    assert not [block.id for block in TESTED if block not in known]
+    for block in FRAGMENTS:  # of python; `test_commands` composes those of yaml
+        compile(block.text if block.language == "python" else "", block.id, "exec")
     assert sum(bool(block.untested) for block in BLOCKS) <= MAX_UNTESTED
     fences = sum((ROOT / guide).read_text().count("\n```") for guide in GUIDES)
     assert fences == 2 * len(BLOCKS) > 60
@@ -180,7 +148,7 @@ def test_every_file_is_used_by_a_run_or_a_list(block, place):
         assert all("class_name" in entry for entry in entries)
         return
     name = Path(block.file).name
-    others = [one.text for one in TESTED if one.guide == block.guide and one is not block]
+    others = [one.text for one in TESTED if one.page == block.page and one is not block]
     assert any(name in text for text in others)
 
 
@@ -201,7 +169,7 @@ def compose_run(overrides):
 
 @pytest.mark.parametrize(("block", "overrides"), list(overrides_of_runs()))
 def test_a_run_is_composed_and_loads_the_files_that_it_names(block, overrides, place):
-    place(block.guide)
+    place(block.page)
     if "-m" in overrides:
         # A sweep: the last value of each key.
         overrides = [re.sub(r"=[^\[{]*,", "=", one) for one in overrides if one != "-m"]
@@ -219,7 +187,7 @@ def test_a_run_is_composed_and_loads_the_files_that_it_names(block, overrides, p
 
 @pytest.mark.parametrize("block", RECORDS, ids=lambda one: one.id)
 def test_a_record_is_a_valid_prompt(block, place):
-    folder = place(block.guide)
+    folder = place(block.page)
     record = json.loads(block.text)
     row = record
     if block.file == "extra_info":

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import yaml
 
 from mega_agentrl.config.checks import inputs
 from mega_agentrl.config.enums import TrackerName
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.runtime import ReportConfig
+from mega_agentrl.report.run_start import RunStart, append_start
 from mega_agentrl.report.trackers import factory as module
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.report.trackers.tensorboard import TensorBoardTracker
@@ -56,6 +58,26 @@ def test_settings_are_logged_and_everything_is_closed(tmp_path, recorders):
     text = "seed: 1\nreport:\n  trace_destination: ''\n"
     for tracker in trackers:
         assert tracker.calls == [({"seed": 1, "report.trace_destination": ""}, text), "close"]
+
+
+def test_what_ran_is_logged_beside_the_settings(tmp_path, recorders):
+    (tmp_path / "config.yaml").write_text("seed: 1\n")
+    for host in ("node-1", "node-2"):
+        start = RunStart(
+            time="now",
+            host=host,
+            pid=4711,
+            command="python -m mega_agentrl",
+            working_folder="/home/me",
+            versions={"torch": "2.13.0"},
+        )
+        append_start(tmp_path, start)
+    with open_trackers(tmp_path, ReportConfig(trackers=[TrackerName.wandb])) as (tracker,):
+        ((settings, text),) = tracker.calls
+    assert settings["seed"] == 1 and settings["start.host"] == "node-2"
+    assert settings["start.versions.torch"] == "2.13.0"
+    assert yaml.safe_load(text) == {"seed": 1}, "the start is in comments"
+    assert '# start.command: "python -m mega_agentrl"' in text
 
 
 def test_a_second_start_goes_on_with_the_same_runs(tmp_path, recorders):

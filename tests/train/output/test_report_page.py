@@ -18,6 +18,8 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.report.config_diff import complete_settings
+from mega_agentrl.report.run_start import RunStart, append_start
 from mega_agentrl.rollout.io.tree_file import write_trees
 from mega_agentrl.train.output import report_page
 from mega_agentrl.train.output.report_page import write_interrupted_report, write_report
@@ -68,6 +70,31 @@ def test_the_page_of_a_run(run_dir):
     assert "run_dir" not in page
     assert "<h1>my_run</h1>" in page and "learning rate 0.125" in page
     assert not list(run_dir.glob(".report*")) and "tokenizer.json" in notes_of(path)
+
+
+def test_the_page_says_what_ran(run_dir):
+    for host in ("node-1", "node-<2>"):
+        start = RunStart(
+            time="now",
+            host=host,
+            pid=4711,
+            command="python -m mega_agentrl algo=grpo",
+            working_folder="/home/me",
+            commits={"/home/me": "0123abc-dirty"},
+        )
+        append_start(run_dir, start)
+    settings = OmegaConf.load(run_dir / "config.yaml")
+    filled = complete_settings(OmegaConf.to_container(settings))
+    OmegaConf.save(OmegaConf.create(filled), run_dir / "config.yaml")
+    page = write_report(run_dir).read_text()
+    for name, value in {
+        "host": "node-&lt;2&gt;",
+        "command": "python -m mega_agentrl algo=grpo",
+        "commits./home/me": "0123abc-dirty",
+        "number of starts": "2",
+        "algo.loss_options.clip_low": "0.2",
+    }.items():
+        assert f'<th scope="row">{name}</th><td>{value}</td>' in page, name
 
 
 def test_tokens_have_the_texts_of_the_tokenizer(run_dir):
