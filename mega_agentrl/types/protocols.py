@@ -229,10 +229,16 @@ class ChatCodec(TextCodec, Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation, in which the template renders the schemas `tools`."""
+        """Return the ids of a conversation, in which the template renders the schemas `tools`.
 
-    def encode_next_turn(self, messages: Sequence[Message]) -> list[int]:
+        `variables` are variables of the template, such as `enable_thinking`.
+        """
+
+    def encode_next_turn(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Return the ids between an assistant turn's end and the next assistant turn."""
 
     def encode_assistant_turn(self, text: str) -> list[int]:

@@ -7,6 +7,9 @@ from typing import Annotated
 
 from mega_agentrl.config.ranges import MAX_TIMEOUT_S, Length, Range, Section
 
+AGENT_OUTPUT_LOGGER = "mega_agentrl.agent_output"
+"""Logger of what agents write that are commands; it has a file of its own, `logs/agents.log`."""
+
 
 @dataclass
 class AgentConfig(Section, key="rollout.agent"):

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
 from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.sections.agent import AGENT_OUTPUT_LOGGER
 from mega_agentrl.rollout.agents.base import AgentCommandError, AgentResultError
 from mega_agentrl.sandbox.command import SandboxedCommand, start
 from mega_agentrl.sandbox.uid_lease import UID_RANGE, needs_dedicated_uid
@@ -51,8 +52,6 @@ TASK_FIELDS = (
     *("environment_kwargs", "seed", "attempt", "attempt_id"),
 )
 """Fields of `AgentTask` that a command reads from its standard input."""
-OUTPUT_LOG = "mega_agentrl.agent_output"
-"""Logger of what commands write."""
 
 _KEY = "rollout.agent"
 _MAX_LINE_BYTES = 1 << 20
@@ -63,7 +62,7 @@ _NUM_OTHER_UIDS = 64
 """User ids that are left for other sandboxes, if root starts the run."""
 _RAISED = re.compile(r"^[ \t]+\S.*\n([^\W\d]\w*(?:\.[^\W\d]\w*)*)(?::|$)", re.MULTILINE)
 """The line of a Python traceback that names the exception; it follows an indented line."""
-_output_log = logging.getLogger(OUTPUT_LOG)
+_output_log = logging.getLogger(AGENT_OUTPUT_LOGGER)
 
 
 def default_num_commands() -> int:

@@ -151,6 +151,7 @@ class ContextTree:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         max_model_len: int,
+        variables: Mapping[str, Any] | None = None,
     ) -> Block:
         """Return the block after which the answer to this conversation is to be sampled.
 
@@ -158,7 +159,7 @@ class ContextTree:
             GatewayError: the chat template cannot render the messages, or the conversation leaves
                 no room for an answer. The tree is unchanged then.
         """
-        path = self._find_path(messages, tools)
+        path = self._find_path(messages, tools, variables or {})
         num_tokens = path[-1][1].length
         if num_tokens >= max_model_len:
             raise GatewayError(
@@ -184,34 +185,46 @@ class ContextTree:
     def _is_attached(self, block: Block) -> bool:
         return block in (self.roots if block.parent is None else block.parent.continuations)
 
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+    def count_tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> int:
         """Return the number of tokens of a conversation, which is not added to the tree.
 
         Raises:
             GatewayError: the chat template cannot render the messages.
         """
-        return self._find_path(messages, tools)[-1][1].length
+        return self._find_path(messages, tools, variables)[-1][1].length
 
     def _find_path(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
     ) -> list[tuple[bytes, Block]]:
         """Return keys and blocks of a conversation; those not found in the tree are new."""
         inputs, rest = _split_inputs(messages)
-        key = block_key(inputs, tools)
-        block = self._root_by_key.get(key) or self._new_root(key, inputs, tools)
+        key = block_key(inputs, tools, variables)
+        block = self._root_by_key.get(key) or self._new_root(key, inputs, tools, variables)
         path = [(key, block)]
         while rest:
             key, block = self._find_or_make_assistant(block, rest[0])
             path.append((key, block))
             inputs, rest = _split_inputs(rest[1:])
-            key, block = self._find_or_make_inputs(block, inputs)
+            key, block = self._find_or_make_inputs(block, inputs, variables)
             path.append((key, block))
         return path
 
     def _new_root(
-        self, key: bytes, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        key: bytes,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
     ) -> Block:
-        token_ids, images = self._encoder.encode_first(messages, tools)
+        token_ids, images = self._encoder.encode_first(messages, tools, variables)
         return Block(
             parent=None,
             digest=key,
@@ -259,12 +272,12 @@ class ContextTree:
         return key, found
 
     def _find_or_make_inputs(
-        self, block: Block, messages: Sequence[Message]
+        self, block: Block, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> tuple[bytes, Block]:
         key = block_key(messages)
         found = block.children.get(key)
         if found is None:
-            token_ids, images = self._encoder.encode_next(messages, block.token_ids)
+            token_ids, images = self._encoder.encode_next(messages, block.token_ids, variables)
             found = Block(
                 parent=block,
                 digest=_chain_digest(block, key),

@@ -40,7 +40,10 @@ class BlockEncoder:
         self._images = images
 
     def encode_first(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Return ids and images of the tools and the first messages, with a generation prompt.
 
@@ -48,10 +51,16 @@ class BlockEncoder:
             GatewayError: the chat template cannot render them.
         """
         shown = [self._shown(message) for message in messages]
-        return self._locate(shown, lambda: self._codec.apply_chat_template(shown, tools or None))
+        return self._locate(
+            shown,
+            lambda: self._codec.apply_chat_template(shown, tools or None, variables=variables),
+        )
 
     def encode_next(
-        self, messages: Sequence[Message], previous_ids: Sequence[int]
+        self,
+        messages: Sequence[Message],
+        previous_ids: Sequence[int],
+        variables: Mapping[str, Any],
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Return ids and images of messages after an answer, with a generation prompt.
 
@@ -63,7 +72,7 @@ class BlockEncoder:
         shown = [self._shown(message) for message in messages]
         eos_id = self._codec.eos_id
         end = [] if previous_ids and previous_ids[-1] == eos_id else [eos_id]
-        return self._locate(shown, lambda: [*end, *self._codec.encode_next_turn(shown)])
+        return self._locate(shown, lambda: [*end, *self._codec.encode_next_turn(shown, variables)])
 
     def encode_assistant(self, content: Any, calls: Sequence[ToolCall]) -> tuple[int, ...]:
         """Return the ids of a message of the assistant that the policy did not sample.

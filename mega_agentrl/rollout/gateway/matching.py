@@ -62,9 +62,17 @@ def call_key(name: str, arguments: Mapping[str, Any]) -> bytes:
     return _digest([name, _normalize_numbers(arguments)])
 
 
-def block_key(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> bytes:
-    """Return the key of consecutive messages that are not the assistant's, and of the tools."""
-    return _digest([[_input_key(message) for message in messages], list(tools)])
+def block_key(
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return the key of consecutive messages that are not the assistant's, and of the tools.
+
+    `variables` are those of the chat template.
+    """
+    key: list[Any] = [[_input_key(message) for message in messages], list(tools)]
+    return _digest([*key, variables] if variables else key)
 
 
 def _input_key(message: Message) -> list[Any]:

@@ -210,20 +210,20 @@ class Gateway:
 
 
 @web.middleware
-async def _errors_as_json(http: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Answer in the API's own form where no handler does, such as for unknown addresses."""
     try:
-        return await handler(http)
+        return await handler(request)
     except web.HTTPException as error:
         status = error.status
-        message = f"{http.method} {http.path[:200]}: {error.reason}; served are {_SERVED}"
+        message = f"{request.method} {request.path[:200]}: {error.reason}; served are {_SERVED}"
     except Exception as error:
-        if isinstance(error, ConnectionError) or _HAS_BEGUN in http:
+        if isinstance(error, ConnectionError) or _HAS_BEGUN in request:
             raise  # the client has gone away, or it has the head of a stream
-        _log.exception("%s %s failed", http.method, http.path)
+        _log.exception("%s %s failed", request.method, request.path)
         status, message = 500, "the gateway has an error; logs/driver.log has its traceback"
     kind = ErrorKind.not_found if status in (404, 405) else ErrorKind.invalid_request
-    dialect = _ANTHROPIC if "/v1/messages" in http.path else _OPENAI
+    dialect = _ANTHROPIC if "/v1/messages" in request.path else _OPENAI
     return _error_response(dialect, GatewayError(kind, message), status)
 
 

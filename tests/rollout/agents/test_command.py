@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.rollout.agents.command import OUTPUT_LOG, CommandAgent
+from mega_agentrl.config.sections.agent import AGENT_OUTPUT_LOGGER
+from mega_agentrl.rollout.agents.command import CommandAgent
 from mega_agentrl.types.records import StopReason
 from tests.rollout.agents.test_runner import grow
 from tests.rollout.gateway.chat_policy import ChatPolicy
@@ -60,11 +61,13 @@ assert (task["attempt"], type(task["seed"])) == (0, int) and "/" in task["attemp
 
 
 async def test_output_of_a_command_is_logged_when_it_succeeds(codec, caplog):
-    caplog.set_level(logging.INFO, logger=OUTPUT_LOG)
+    caplog.set_level(logging.INFO, logger=AGENT_OUTPUT_LOGGER)
     program = f"{ASK}\nprint('y' * 100_000 + 'step 3')\nprint('careful', file=sys.stderr)"
     trajectory = await run_agent(codec, agent_of(program))
     assert trajectory.stop_reason is StopReason.eos
-    stdout, stderr = (record.getMessage() for record in caplog.records if record.name == OUTPUT_LOG)
+    stdout, stderr = (
+        record.getMessage() for record in caplog.records if record.name == AGENT_OUTPUT_LOGGER
+    )
     assert stdout.startswith(trajectory.trajectory_id)
     assert stdout.endswith("ystep 3")
     assert len(stdout) < 10_000

@@ -92,10 +92,10 @@ def test_further_classes_are_named_in_the_configuration(entry, error):
 
 
 def test_class_of_the_agents_own_file_is_named_by_its_file(tmp_path):
-    file = tmp_path / "my_agent.py"
+    file = tmp_path / "gives_up.py"
     file.write_text("class GaveUp(Exception):\n    pass\n")
     errors = PolicyErrors([f"{file}:GaveUp"])
-    module = next(item for name, item in sys.modules.items() if name.startswith("my_agent_"))
+    module = next(item for name, item in sys.modules.items() if name.startswith("gives_up_"))
     assert errors.contains(module.GaveUp("x"))
 
 

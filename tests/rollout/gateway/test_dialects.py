@@ -9,10 +9,12 @@ import anthropic
 import openai
 import pytest
 
+from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.gateway import server
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.types.errors import EngineLostError
 from mega_agentrl.types.records import Role, StopReason
+from tests.chat_models import save_tokenizer
 from tests.rollout.chat_run import call
 from tests.rollout.gateway.gateway_run import (
     check_one_context,
@@ -159,6 +161,29 @@ async def test_settings_of_zero_are_named_in_the_warning(codec, make_client):
         warning = await client.warning([QUESTION], **client.zeros)
     for name in client.zeros.get("extra_body", client.zeros):
         assert f"{name} has no effect" in warning
+
+
+CLOSED_THOUGHT = """{%- if add_generation_prompt and enable_thinking is false %}
+    {{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}"""
+"""Qwen 3's template closes the thought of the next turn where it is not enabled."""
+
+
+async def test_variables_of_the_chat_template_hold_for_each_turn(tmp_path, make_client):
+    codec = HFCodec(save_tokenizer("qwen3", tmp_path, lambda template: template + CLOSED_THOUGHT))
+    turns = [f"{call(a=1, b=2)}", "It is 3."]
+    options = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    async with open_scripted_session(codec, turns) as (url, key, session, script):
+        client = make_client(url, key)
+        first = await client.ask([QUESTION], **options)
+        history = [QUESTION, *first.items, *client.tool_results(first, ["3"])]
+        await client.ask(history, **options)
+        check_one_context(codec, session, turns)
+        for request in script.requests:
+            assert codec.decode(request.token_ids).endswith("<think>\n\n</think>\n\n")
+        with pytest.raises(client.errors.BadRequestError, match="chat_template_kwargs"):
+            other = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+            await client.ask([QUESTION], extra_body=other)
 
 
 WRITTEN = f"<think>sum</think>Let me add. {call(a=1, b=2)} Then more."

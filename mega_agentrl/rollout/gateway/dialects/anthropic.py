@@ -32,6 +32,7 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.dialects.anthropic_tools import CLIENT_TOOLS
 from mega_agentrl.rollout.gateway.dialects.base import (
+    check_template_variables,
     check_token_limit,
     decode_base64,
     decode_body,
@@ -139,6 +140,7 @@ class _Body(msgspec.Struct):
     stop_sequences: list[str] | None = None
     stream: bool | None = None
     thread: _Thread | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: float | None = None
@@ -248,6 +250,7 @@ def _chat_request(body: _Body, ignored: Mapping[str, str]) -> ChatRequest:
         ignored=ignored,
         previous_answer_id=previous_id,
         inherits_tools=bool(previous_id),
+        template_variables=check_template_variables(body.chat_template_kwargs),
         forbids_calls=body.tool_choice is not None and body.tool_choice.type == "none",
     )
 

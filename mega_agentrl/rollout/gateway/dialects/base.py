@@ -32,6 +32,13 @@ MAX_DEPTH = 100
 MAX_UNKNOWN = 16
 """Fields of a request that are reported as unknown."""
 
+_TEMPLATE_ARGUMENTS = (
+    *("self", "conversation", "messages", "tools", "documents", "chat_template"),
+    *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+"""Arguments of the function that renders a chat template, which are no variables of it."""
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ENCODER = msgspec.json.Encoder()
 _JPEG_OR_PNG = "an image as a data URL, `data:image/png;base64,...`"
@@ -157,6 +164,21 @@ def _call_rank(call_id: str, call_ids: Sequence[str]) -> tuple[int, int]:
         return 0, call_ids.index(call_id)
     index = index_of_call(call_id)  # of a turn that the client does not repeat
     return (1, 0) if index is None else (0, index)
+
+
+def check_template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the variables of the chat template in `chat_template_kwargs`, empty without any.
+
+    Raises:
+        GatewayError: one of them is no variable, but an argument or a token of the tokenizer.
+    """
+    key = "chat_template_kwargs"
+    _check_depth(variables, key)
+    for name in variables or {}:
+        is_variable = _FIELD_NAME.fullmatch(name) and name not in _TEMPLATE_ARGUMENTS
+        if not is_variable or name.endswith("_token"):
+            raise invalid_request(key, name, "names of variables of the model's chat template")
+    return dict(variables or {})
 
 
 def check_token_limit(limit: int | None, key: str) -> None:

@@ -24,6 +24,7 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.dialects.base import (
     arguments_json,
+    check_template_variables,
     check_token_limit,
     decode_body,
     decode_data_url,
@@ -138,6 +139,7 @@ class _Body(msgspec.Struct):
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
     audio: Any = None
@@ -178,6 +180,7 @@ class OpenAIChat:
                 )
             },
             ignored=_ignored(request) | unknown_fields(body, _Body, HARMLESS_FIELDS),
+            template_variables=check_template_variables(request.chat_template_kwargs),
             forbids_calls=request.tool_choice == "none",
         )
 

@@ -32,6 +32,7 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.dialects.base import (
     arguments_json,
+    check_template_variables,
     check_token_limit,
     convert_item,
     decode_body,
@@ -100,6 +101,7 @@ class _Body(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -146,6 +148,7 @@ class OpenAIResponses:
             ignored=_ignored(request) | unknown_fields(body, _Body, HARMLESS_FIELDS),
             previous_answer_id=(request.previous_response_id or "").removeprefix("resp_"),
             num_instructions=len(instructions),
+            template_variables=check_template_variables(request.chat_template_kwargs),
             forbids_calls=request.tool_choice == "none",
         )
 
