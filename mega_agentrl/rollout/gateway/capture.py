@@ -14,6 +14,9 @@ known begins a new branch. Nothing is ever removed.
     summary of the history ── answer ...                      (the client compacted it)
     tools, system of a sub-agent, task ── answer ...
 
+A request may end with the beginning of the assistant's turn. It is a block of its own, and the
+answer behind it is known by the whole text of the turn, as histories have it.
+
 A message of the assistant that is new to its branch has the ids that were sampled for the same
 message elsewhere in the session, for example before a compaction, else the template's.
 
@@ -31,7 +34,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
-from mega_agentrl.rollout.gateway.matching import assistant_key, block_key
+from mega_agentrl.rollout.gateway.matching import assistant_key, block_key, prefill_key
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
 from mega_agentrl.types.routes import join_routes
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from typing import Any
 
+    from mega_agentrl.rollout.gateway.chat import ChatRequest
     from mega_agentrl.rollout.gateway.encoding import BlockEncoder
     from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.records import Generation, Message, Prompt, ToolCall
@@ -60,6 +64,8 @@ class Block:
     """Messages of a block that is not the assistant's."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools of a block that is the first one of its context."""
+    prefill: str = ""
+    """Text of a block that is the beginning of the answer behind it."""
     answer: Message | None = None
     """Message of a block that is the assistant's, as clients know it."""
     generation: Generation | None = None
@@ -68,6 +74,8 @@ class Block:
     """Number of tool calls in the answer that the client got."""
     children: dict[bytes, Block] = field(default_factory=dict)
     """The block that continues this one, by key; of equal answers the latest."""
+    prefilled_answers: dict[bytes, Block] = field(default_factory=dict)
+    """Answers whose beginning is a block behind this one, by the key of the whole turn."""
     continuations: list[Block] = field(default_factory=list)
     """All blocks that continue this one, in the order in which they were made."""
     last_order: int = -1
@@ -146,20 +154,14 @@ class ContextTree:
         self._root_by_key: dict[bytes, Block] = {}
         self._sampled_by_key: dict[bytes, Block] = {}
 
-    def find_or_add(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        max_model_len: int,
-        variables: Mapping[str, Any] | None = None,
-    ) -> Block:
-        """Return the block after which the answer to this conversation is to be sampled.
+    def find_or_add(self, request: ChatRequest, max_model_len: int) -> Block:
+        """Return the block after which the answer to a request is to be sampled.
 
         Raises:
             GatewayError: the chat template cannot render the messages, or the conversation leaves
                 no room for an answer. The tree is unchanged then.
         """
-        path = self._find_path(messages, tools, variables or {})
+        path = self._find_path(request)
         num_tokens = path[-1][1].length
         if num_tokens >= max_model_len:
             raise GatewayError(
@@ -185,27 +187,18 @@ class ContextTree:
     def _is_attached(self, block: Block) -> bool:
         return block in (self.roots if block.parent is None else block.parent.continuations)
 
-    def count_tokens(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> int:
+    def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a conversation, which is not added to the tree.
 
         Raises:
             GatewayError: the chat template cannot render the messages.
         """
-        return self._find_path(messages, tools, variables)[-1][1].length
+        return self._find_path(request)[-1][1].length
 
-    def _find_path(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> list[tuple[bytes, Block]]:
+    def _find_path(self, request: ChatRequest) -> list[tuple[bytes, Block]]:
         """Return keys and blocks of a conversation; those not found in the tree are new."""
-        inputs, rest = _split_inputs(messages)
+        tools, variables = request.tools, request.template_variables
+        inputs, rest = _split_inputs(request.messages)
         key = block_key(inputs, tools, variables)
         block = self._root_by_key.get(key) or self._new_root(key, inputs, tools, variables)
         path = [(key, block)]
@@ -215,6 +208,8 @@ class ContextTree:
             inputs, rest = _split_inputs(rest[1:])
             key, block = self._find_or_make_inputs(block, inputs, variables)
             path.append((key, block))
+        if request.prefill:
+            path.append(self._find_or_make_prefill(block, request.prefill))
         return path
 
     def _new_root(
@@ -238,6 +233,7 @@ class ContextTree:
         self, block: Block, generation: Generation, content: str, calls: Sequence[ToolCall]
     ) -> Block:
         """Add what the policy sampled after a block; `content` and `calls` are the client's."""
+        content = block.prefill + content
         key = assistant_key(content, calls)
         answer = Block(
             parent=block,
@@ -250,7 +246,10 @@ class ContextTree:
         )
         self._attach(key, answer)
         self.first_answer = self.first_answer or answer
-        self._sampled_by_key[key] = answer
+        if block.prefill and block.parent is not None:
+            block.parent.prefilled_answers[key] = answer
+        else:
+            self._sampled_by_key[key] = answer
         for ancestor in block.chain:
             ancestor.last_order = self.num_answers
         self.num_answers += 1
@@ -259,7 +258,7 @@ class ContextTree:
     def _find_or_make_assistant(self, block: Block, message: Message) -> tuple[bytes, Block]:
         calls = message.get("tool_calls", ())
         key = assistant_key(message["content"], calls)
-        found = block.children.get(key)
+        found = block.children.get(key) or block.prefilled_answers.get(key)
         if found is None:
             sampled = self._sampled_by_key.get(key)
             token_ids = (
@@ -270,6 +269,15 @@ class ContextTree:
             digest = _chain_digest(block, key)
             found = Block(parent=block, digest=digest, token_ids=token_ids, answer=message)
         return key, found
+
+    def _find_or_make_prefill(self, block: Block, text: str) -> tuple[bytes, Block]:
+        key = prefill_key(text)
+        return key, block.children.get(key) or Block(
+            parent=block,
+            digest=_chain_digest(block, key),
+            token_ids=self._encoder.encode_prefill(text),
+            prefill=text,
+        )
 
     def _find_or_make_inputs(
         self, block: Block, messages: Sequence[Message], variables: Mapping[str, Any]

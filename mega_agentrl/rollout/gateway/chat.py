@@ -109,6 +109,8 @@ class ChatRequest:
     """Number of messages at the start that requests with `previous_answer_id` do not inherit."""
     inherits_tools: bool = False
     """Whether the tools are those of the request of `previous_answer_id`."""
+    prefill: str = ""
+    """Beginning of the assistant's turn, which the answer continues."""
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template (`chat_template_kwargs`)."""
     forbids_calls: bool = False

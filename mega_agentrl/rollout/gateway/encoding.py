@@ -8,6 +8,7 @@ tools.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -22,6 +23,7 @@ from mega_agentrl.vision.placeholders import content_parts, content_text, image_
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from mega_agentrl.rollout.gateway.capture import Block
     from mega_agentrl.types.images import PlacedImage
     from mega_agentrl.types.protocols import ChatCodec, ImageLoader, ToolProvider
     from mega_agentrl.types.records import Message, ToolCall
@@ -93,22 +95,31 @@ class BlockEncoder:
         """Return the text of sampled tokens."""
         return self._codec.decode(token_ids)
 
-    def split_answer(
-        self, context_ids: Sequence[int], text: str, *, takes_calls: bool
-    ) -> AssistantText:
+    def encode_prefill(self, text: str) -> tuple[int, ...]:
+        """Return the ids of the beginning of an answer."""
+        return tuple(self._codec.encode(text))
+
+    def split_answer(self, block: Block, text: str, *, takes_calls: bool) -> AssistantText:
         """Take the text of an answer apart.
 
         Args:
-            context_ids: Tokens before the answer, at least those of the generation prompt.
+            block: The block before the answer.
             text: The text of the sampled tokens.
             takes_calls: Whether calls are taken out of the text. Otherwise the agent, which has
                 described its tools in the prompt, reads them there.
         """
-        text = opened_reasoning(self.decode(context_ids[-_NUM_PROMPT_END_TOKENS:])) + text
+        written = text
+        text = opened_reasoning(self.decode(block.token_ids[-_NUM_PROMPT_END_TOKENS:])) + text
         if takes_calls:
-            return self._tools.split_turn(text)
-        reasoning, content = split_reasoning(text)
-        return AssistantText(reasoning=reasoning, content=content, calls=())
+            parts = self._tools.split_turn(text)
+        else:
+            reasoning, content = split_reasoning(text)
+            parts = AssistantText(reasoning=reasoning, content=content, calls=())
+        if not block.prefill or parts.reasoning:
+            return parts
+        # The client appends the answer to its beginning, so that white space between them counts.
+        space = written[: len(written) - len(written.lstrip())]
+        return replace(parts, content=space + parts.content)
 
     def shown_text(self, message: Message) -> str:
         """Return the text of a message as the policy sees it, with labels for images."""

@@ -57,6 +57,11 @@ def assistant_key(content: Any, calls: Iterable[ToolCall]) -> bytes:
     return _digest(["assistant", text, named])
 
 
+def prefill_key(text: str) -> bytes:
+    """Return the key of the beginning of an answer."""
+    return _digest(["prefill", text])
+
+
 def call_key(name: str, arguments: Mapping[str, Any]) -> bytes:
     """Return the key of a call of one of the run's own tools."""
     return _digest([name, _normalize_numbers(arguments)])

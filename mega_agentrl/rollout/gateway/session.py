@@ -209,9 +209,7 @@ class AgentSession:
         """Return the last block of a request's context; its new blocks are added to the tree."""
         max_model_len = self.scope.context.max_model_len
         try:
-            return self.tree.find_or_add(
-                request.messages, request.tools, max_model_len, request.template_variables
-            )
+            return self.tree.find_or_add(request, max_model_len)
         except GatewayError as error:
             self._has_exceeded_context |= error.kind is ErrorKind.context_length
             raise
@@ -262,7 +260,7 @@ class AgentSession:
         """
         request = self._continued(request)
         await self._check_images(request)
-        return self.tree.count_tokens(request.messages, request.tools, request.template_variables)
+        return self.tree.count_tokens(request)
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
         """Note that the client has received an answer, so that it is not sent again."""
@@ -547,7 +545,7 @@ class AgentSession:
         if (stop := generation.stop_string) and stop in text:
             text = text[: text.rindex(stop)]
         takes_calls = pending.request.takes_calls
-        parts = self.encoder.split_answer(pending.block.token_ids, text, takes_calls=takes_calls)
+        parts = self.encoder.split_answer(pending.block, text, takes_calls=takes_calls)
         finish = AnswerFinish.tool_calls if parts.calls else AnswerFinish.stop
         if generation.finish_reason is FinishReason.length:
             finish = AnswerFinish.length

@@ -297,8 +297,17 @@ REFUSED = {
     "anthropic_no_limit": (ANTHROPIC, changed(ANTHROPIC, max_tokens=None), "max_tokens"),
     "anthropic_prefill": (
         ANTHROPIC,
-        changed(ANTHROPIC, items=[USER, {"role": "assistant", "content": "It is"}]),
-        "messages[1].role",
+        changed(
+            ANTHROPIC,
+            items=[
+                USER,
+                {
+                    "role": "assistant",
+                    "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}],
+                },
+            ],
+        ),
+        "messages[1]",
     ),
     "anthropic_hosted_tool": (
         ANTHROPIC,

@@ -19,6 +19,7 @@ from tests.rollout.chat_run import call
 from tests.rollout.gateway.gateway_run import (
     check_one_context,
     open_scripted_session,
+    sampled_text,
 )
 from tests.rollout.gateway.sdk_clients import CLIENTS, error_text, to_wire
 
@@ -218,6 +219,32 @@ async def test_call_that_an_agent_writes_anew_continues_the_same_context(codec, 
         history = [QUESTION, {"role": "assistant", "content": text}]
         await client.ask([*history, {"role": "user", "content": "3"}], tools=[])
         check_one_context(codec, session, turns)
+
+
+@pytest.mark.parametrize("name", ["anthropic", "chat", "chat, prefix of a message"])
+async def test_answer_continues_a_turn_that_the_client_has_begun(codec, name):
+    """The client appends the answer to its beginning, and goes on with the whole turn."""
+    turns = [" 10, of course.", "You are welcome."]
+    begun = {"role": "assistant", "content": "It is"}
+    options, last = {}, begun
+    if name == "chat":
+        options = {"extra_body": {"continue_final_message": True, "add_generation_prompt": False}}
+    elif name != "anthropic":
+        last = {**begun, "prefix": True}
+    async with open_scripted_session(codec, turns) as (url, key, session, script):
+        client = CLIENTS[name.partition(",")[0]](url, key)
+        first = await client.ask([QUESTION, last], **options)
+        assert first.text == turns[0].rstrip()
+        whole = {"role": "assistant", "content": f"It is{first.text}"}
+        await client.ask([QUESTION, whole, {"role": "user", "content": "Thank you."}])
+        response = session.build_response()
+    before, after = (request.token_ids for request in script.requests)
+    assert codec.decode(before).endswith("assistant\nIt is")
+    sampled = (*codec.encode(turns[0]), codec.eos_id)
+    assert after[: len(before) + len(sampled)] == (*before, *sampled)
+    assert "It is 10, of course." in codec.decode(after)
+    assert sampled_text(codec, session) == "".join(turns)
+    assert response.context_resets[0].token_ids == before
 
 
 async def test_results_are_shown_in_the_order_of_their_calls(codec, make_client):

@@ -11,9 +11,7 @@ Whatever the environment raises, and a call that exceeds its time limit, is an
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import logging
 import math
 from dataclasses import dataclass
@@ -163,19 +161,6 @@ async def _ask(http: aiohttp.ClientSession, url: str, messages: list[Any]) -> di
     choice = body["choices"][0]
     message: dict[str, Any] = choice["message"]
     return None if choice["finish_reason"] == "length" else message
-
-
-def episode_seed(task: AgentTask) -> int:
-    """Return the seed of an attempt: the row's `seed`, else a hash of the row.
-
-    All attempts at a prompt start from the same state, which the comparison within a group needs,
-    and a fork finds what its parent found.
-    """
-    seed = task.environment_kwargs.get("seed")
-    if seed is not None:
-        return int(seed)
-    row = json.dumps([task.prompt, task.environment_kwargs], sort_keys=True, default=str)
-    return int.from_bytes(hashlib.sha256(row.encode()).digest()[:4], "big") >> 1
 
 
 def import_package(module: str, requirement: str) -> ModuleType:

@@ -26,7 +26,6 @@ from mega_agentrl.rollout.agents.environments.episode import (
     KEY,
     Observation,
     check_step_timeout,
-    episode_seed,
     import_package,
     load_option,
     mapping_option,
@@ -118,7 +117,7 @@ class _Episode:
         self.parse = parse
         self._make = make
         self._describe = describe
-        self._seed = episode_seed(task)
+        self._seed = task.seed
         self._options = task.environment_kwargs.get("options")
         self._thread = DaemonThread("gymnasium")
         self._environment: Any = None

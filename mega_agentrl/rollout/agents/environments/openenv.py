@@ -39,7 +39,6 @@ from mega_agentrl.rollout.agents.environments.episode import (
     KEY,
     Observation,
     check_step_timeout,
-    episode_seed,
     load_option,
     play,
 )
@@ -96,7 +95,7 @@ class OpenEnvAgent:
     async def run(self, task: AgentTask) -> float:
         """Play one episode and return the sum of its rewards."""
         session = _Session(self._url)
-        kwargs = {"seed": episode_seed(task), **task.environment_kwargs}
+        kwargs = {"seed": task.seed, **task.environment_kwargs}
         episode = _Episode(session, kwargs, self._parse, self._describe, self._action_field)
         return await play(task, episode, self._timeout_s)
 

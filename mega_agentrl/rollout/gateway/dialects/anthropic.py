@@ -4,7 +4,7 @@ Differences that a client may notice: temperature and the like are those of the 
 header says so; `thinking`, `tool_choice` and `output_config` do not constrain the answer, because
 the policy would then be trained on tokens that it did not choose. `cache_control` has no meaning
 here and is ignored. A message of the assistant at the end, which the API calls a prefill, is
-refused: the answer would continue a text that the policy did not sample. Tools and content blocks
+the beginning of the answer; it is not trained. Tools and content blocks
 that Anthropic's servers run or read (web search, documents, files) are refused. Those that the
 client runs and the model knows by their type get a schema (`anthropic_tools`). The events of a
 stream are sent when the turn is complete, because only then its text and its calls can be told
@@ -42,6 +42,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     make_call,
     order_results,
     sse_event,
+    take_prefill,
     unknown_fields,
 )
 from mega_agentrl.types.records import Message
@@ -163,13 +164,6 @@ class AnthropicMessages:
         if request.max_tokens is None:
             raise invalid_request("max_tokens", None, "a number of tokens")
         check_token_limit(request.max_tokens, "max_tokens")
-        if request.messages and request.messages[-1].role == "assistant":
-            raise invalid_request(
-                f"messages[{len(request.messages) - 1}].role",
-                "assistant",
-                "a last message of the user; the policy cannot continue a text that it did not "
-                "sample",
-            )
         return _chat_request(request, _ignored(request, body))
 
     def parse_count_request(self, body: bytes) -> ChatRequest:
@@ -237,8 +231,10 @@ def _chat_request(body: _Body, ignored: Mapping[str, str]) -> ChatRequest:
                 body.thread.previous_message_id,
                 "the id of a message, and neither system nor tools, which a thread keeps",
             )
+    messages, prefill = take_prefill(order_results(_messages(body.messages)))
     return ChatRequest(
-        messages=(*system, *order_results(_messages(body.messages))),
+        messages=(*system, *messages),
+        prefill=prefill,
         tools=tuple(
             _schema(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())
         ),

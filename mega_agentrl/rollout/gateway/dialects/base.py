@@ -17,6 +17,7 @@ from mega_agentrl.rollout.gateway.chat import (
     invalid_request,
 )
 from mega_agentrl.types.records import ToolCall
+from mega_agentrl.vision.placeholders import content_text
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -164,6 +165,20 @@ def _call_rank(call_id: str, call_ids: Sequence[str]) -> tuple[int, int]:
         return 0, call_ids.index(call_id)
     index = index_of_call(call_id)  # of a turn that the client does not repeat
     return (1, 0) if index is None else (0, index)
+
+
+def take_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+    """Return a conversation without the beginning of the answer at its end, and this beginning.
+
+    Raises:
+        GatewayError: it has calls.
+    """
+    if not messages or messages[-1]["role"] != "assistant":
+        return messages, ""
+    if messages[-1].get("tool_calls"):
+        expected = "a text; the results of calls must follow them"
+        raise invalid_request(f"messages[{len(messages) - 1}]", "calls at the end", expected)
+    return messages[:-1], content_text(messages[-1]["content"])
 
 
 def check_template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:

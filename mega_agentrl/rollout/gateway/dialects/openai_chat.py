@@ -3,8 +3,10 @@
 Differences that a client may notice: temperature, top_p and the like are those of the run, and a
 warning header says so; `n` is 1; log-probs are not returned; `tool_choice` and `response_format`
 do not constrain the answer, because the policy would then be trained on tokens that it did not
-choose. Reasoning is in `reasoning_content` of the message. The events of a stream are sent when the
-turn is complete, because only then its text and its calls can be told apart.
+choose. With `continue_final_message`, or `prefix` in the last message, a last message of the
+assistant is the beginning of the answer; it is not trained. Reasoning is in `reasoning_content` of
+the message. The events of a stream are sent when the turn is complete, because only then its text
+and its calls can be told apart.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from mega_agentrl.rollout.gateway.dialects.base import (
     make_call,
     order_results,
     sse_event,
+    take_prefill,
     unknown_fields,
 )
 from mega_agentrl.types.records import Message
@@ -56,7 +59,7 @@ _FIXED_SETTINGS = (
 """Settings that have no effect; the run's own hold."""
 HARMLESS_FIELDS = (
     *("store", "user", "metadata", "service_tier", "safety_identifier", "include"),
-    *("prompt_cache_key", "prompt_cache_retention", "stream_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "stream_options", "add_generation_prompt"),
 )
 """Fields of OpenAI's APIs that never change an answer."""
 _ROLES = {"developer": "system", "function": "tool"}
@@ -98,6 +101,7 @@ class _ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     name: str | None = None
+    prefix: bool | None = None
 
 
 class _Function(msgspec.Struct):
@@ -139,6 +143,7 @@ class _Body(msgspec.Struct):
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
@@ -165,8 +170,13 @@ class OpenAIChat:
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
         if not request.messages:
             raise invalid_request("messages", [], "at least one message")
+        messages: Sequence[Message] = _messages(request.messages)
+        prefill = ""
+        if request.continue_final_message or request.messages[-1].prefix:
+            messages, prefill = take_prefill(messages)
         return ChatRequest(
-            messages=_messages(request.messages),
+            messages=tuple(messages),
+            prefill=prefill,
             tools=tuple(
                 _schema(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())
             ),
