@@ -22,6 +22,7 @@ from mega_agentrl.data.converters.file_io import (
     read_source_rows,
     write_rl_parquet,
 )
+from mega_agentrl.data.converters.function_calls import example_answer
 from mega_agentrl.data.converters.registry import SOURCES, convert_rows
 from mega_agentrl.reward.function_call import score
 
@@ -66,7 +67,7 @@ def _ground_truth_scores_full(row: dict[str, Any]) -> bool:
     truths = row["reward_model"]["ground_truth"]
     for truth in [truths] if isinstance(truths, str) else truths:
         try:
-            if score(f"</think>{truth}", truth).value == 1.0:
+            if score(f"</think>{example_answer(truth)}", truth).value == 1.0:
                 continue
             reason = "it does not score 1 against itself"
         except ValueError as error:

@@ -63,7 +63,9 @@ def test_bfcl_question_and_answer_files_are_joined(tmp_path):
     assert run("bfcl", files, tmp_path / "o.parquet") == 0
     (prompt,) = load(tmp_path / "o.parquet")
     assert prompt.extra_info["turns"] == "single_turn"
-    assert len(prompt.ground_truth) == 2
+    assert json.loads(prompt.ground_truth) == [
+        {"name": "f", "accepted": {"a": ["x", ""]}, "optional": ["a"]}
+    ]
 
 
 @pytest.mark.parametrize(

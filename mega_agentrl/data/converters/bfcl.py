@@ -9,42 +9,47 @@ joined: pass the question files and their `possible_answer` files together. Rows
 have `involved_classes` instead of `function`: also pass the files of `multi_turn_func_doc` under
 their original names.
 
-A single-turn question becomes one RL row, `turns=single_turn`, whose ground truth lists every
-accepted answer. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index
-`id/turn`: the prompt holds the earlier turns with the calls expected there, and the ground truth is
-this turn's calls. The results of those calls are not in the data, so the prompt lacks them, and
-BFCL's own check of the resulting state is not done here, but in conversations. In a turn without a
+A single-turn question becomes one RL row, `turns=single_turn`, whose ground truth says what is
+accepted. A multi-turn question becomes one RL row per turn, `turns=multi_turn`, index `id/turn`:
+the prompt holds the earlier turns with the calls expected there, and the ground truth is this
+turn's calls. The results of those calls are not in the data, so the prompt lacks them, and BFCL's
+own check of the resulting state is not done here, but in conversations. In a turn without a
 message, BFCL offers a function that it held back before (`missed_function`).
 
-The possible answers of a question are expanded into lists of calls. BFCL gives a list of accepted
-values for every argument, with the empty text if the argument may be omitted:
-`[{"area": {"base": [10], "unit": ["cm", ""]}}]`. Object values list the accepted values of each of
-their members in the same way, also inside lists. The expansion is the product of all choices:
+BFCL gives a list of accepted values for every argument. The ground truth has the same in the form
+of `types.ground_truth`, or the calls themselves if there is one choice only:
 
-    [{"name": "area", "arguments": {"base": 10, "unit": "cm"}}]
-    [{"name": "area", "arguments": {"base": 10}}]
+    [{"area": {"base": [10], "unit": ["cm", ""]}}]
+    [{"name": "area", "accepted": {"base": [10], "unit": ["cm", ""]}, "optional": ["unit"]}]
+
+The empty text among the values means what it means in BFCL's checker: the argument may be left out,
+unless the function requires it, and the empty text itself is right where a text is expected. An
+object lists the accepted values of its members in the same way, also inside of a list; values below
+that are compared as they are. A question that no answer can satisfy, such as one with an empty list
+of values, is left out with a note.
 
 BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation):
-`reward.function_call_match=bfcl` compares as it does. It also accepts an empty text for an omitted
-argument; here only the listed values count.
+`reward.function_call_match=bfcl` compares as it does.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mega_agentrl.data.converters.function_calls import (
+    example_answer,
     format_calls_json,
     make_system_message,
     parameter_names,
+    parameter_schemas,
     parse_python_call,
 )
 from mega_agentrl.data.converters.source_row import ConversionResult, SourceRow, make_rl_row
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message
 
 SINGLE_TURN, MULTI_TURN = "single_turn", "multi_turn"
@@ -63,22 +68,26 @@ FUNCTION_FILES = {
     "VehicleControlAPI": "vehicle_control",
 }
 """Name of the file that describes the functions of each class."""
-MAX_ANSWERS = 512
-"""Maximum number of possible answers; all of them are parsed for every response."""
-_OMITTED = object()
+_TEXT_TYPES = ("string", "String", "char", "any", "Any")
+"""Types whose arguments BFCL's checker compares as texts."""
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
 _OTHER_ANSWERS = "the answers of another version of BFCL"
 _NOTE_ONE_TURN = "left out: a question of one turn (--source bfcl converts it)"
-_NOTE_TOO_MANY_ANSWERS = f"left out: more than {MAX_ANSWERS} possible answers"
+_NOTE_NO_ANSWER = "left out: no answer can satisfy what is expected"
 _NOTE_UNKNOWN_CALLS = "left out: a call is expected, but the data does not say which"
 
-_TurnRows = list[tuple[str, list[Message], list[str], dict[str, Any]]]
+_TurnRows = list[tuple[str, list[Message], str, dict[str, Any]]]
 
 
 def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
-    """Convert all questions; raise `ValueError` naming the row and field for malformed ones."""
+    """Convert all questions, without those whose expected calls nothing can satisfy.
+
+    Raises:
+        ValueError: a row has no question or no answer; the message names row and field.
+    """
     questions, documents = _join_by_id(rows)
     result = ConversionResult([])
+    errors: list[InputError] = []
     for row in questions:
         category = _category(row)
         turns = _parse_turns(row)
@@ -87,12 +96,17 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
             result.notes[_NOTE_UNKNOWN_CALLS] += 1
             continue
         functions = _available_functions(row, documents)
-        if len(turns) > 1 or any(isinstance(item, list) for item in truth):
-            turn_rows = _multi_turn_rows(row, turns, truth, functions)
-        else:
-            turn_rows = _single_turn_rows(row, turns[0], truth, functions)
-        if turn_rows is None:
-            result.notes[_NOTE_TOO_MANY_ANSWERS] += 1
+        has_turns = len(turns) > 1 or any(isinstance(item, list) for item in truth)
+        if has_turns:
+            _check_turns(row, turns, truth)
+        try:
+            turn_rows = (
+                _multi_turn_rows(row, turns, truth, functions)
+                if has_turns
+                else _single_turn_rows(row, turns[0], truth, functions)
+            )
+        except InputError as error:
+            errors.append(error)
             continue
         for index, messages, answers, extra in turn_rows:
             extra_info = {"index": index, "category": category, **extra}
@@ -105,6 +119,8 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
                     extra_info=extra_info,
                 )
             )
+    if errors:
+        result.notes[f"{_NOTE_NO_ANSWER}; the first is {errors[0]}"] = len(errors)
     return result
 
 
@@ -231,17 +247,13 @@ def _is_list_of_texts(value: Any) -> bool:
 
 def _single_turn_rows(
     row: SourceRow, turn: list[Message], truth: list[Any], functions: list[Any]
-) -> _TurnRows | None:
-    answers = possible_answers(truth, parameter_names(functions), row)
-    if answers is None:
-        return None
+) -> _TurnRows:
+    answer = expected_calls(truth, functions, row)
     messages = _prepend_system_message(functions, turn)
-    return [(row.get_text("id"), messages, answers, {"turns": SINGLE_TURN, "turn": 0})]
+    return [(row.get_text("id"), messages, answer, {"turns": SINGLE_TURN, "turn": 0})]
 
 
-def _multi_turn_rows(
-    row: SourceRow, turns: list[list[Message]], truth: list[Any], functions: list[Any]
-) -> _TurnRows | None:
+def _check_turns(row: SourceRow, turns: list[list[Message]], truth: list[Any]) -> None:
     if len(truth) != len(turns) or not all(isinstance(calls, list) for calls in truth):
         raise row.error(
             "ground_truth",
@@ -249,18 +261,20 @@ def _multi_turn_rows(
             f"{len(turns)} lists of calls, one per turn",
             _OTHER_ANSWERS,
         )
-    parameters = parameter_names(functions)
+
+
+def _multi_turn_rows(
+    row: SourceRow, turns: list[list[Message]], truth: list[Any], functions: list[Any]
+) -> _TurnRows:
     turn_rows: _TurnRows = []
     history: list[Message] = []
     for number, (turn, calls) in enumerate(zip(turns, truth, strict=True)):
-        answers = possible_answers(calls, parameters, row)
-        if answers is None:
-            return None
+        answer = expected_calls(calls, functions, row)
         history += turn or [NEW_FUNCTIONS_MESSAGE]
         messages = _prepend_system_message(_functions_at_turn(functions, row, number), history)
         extra = {"turns": MULTI_TURN, "turn": number}
-        turn_rows.append((f"{row.get_text('id')}/{number}", messages, answers, extra))
-        history.append({"role": "assistant", "content": answers[0]})
+        turn_rows.append((f"{row.get_text('id')}/{number}", messages, answer, extra))
+        history.append({"role": "assistant", "content": example_answer(answer)})
     return turn_rows
 
 
@@ -369,68 +383,118 @@ def _prepend_system_message(functions: list[Any], messages: list[Message]) -> li
     return [make_system_message(functions, text), *(m for m in messages if m["role"] != "system")]
 
 
-def possible_answers(
-    truth: Sequence[Any], parameters: Mapping[str, Sequence[str]], row: SourceRow
-) -> list[str] | None:
-    """Return every correct list of calls as text, or None if there are over `MAX_ANSWERS`.
+def expected_calls(truth: Sequence[Any], functions: Sequence[Any], row: SourceRow) -> str:
+    """Return the calls that are right, as text in the form of `types.ground_truth`.
 
     Args:
         truth: one item per call: accepted values by argument, or a Python call.
-        parameters: names of the parameters of each function, in order.
+        functions: descriptions of the functions.
         row: the row, for error messages.
 
     Raises:
-        ValueError: an item has another form.
+        ValueError: an item has another form, or nothing can satisfy it.
     """
-    choices = []
+    parameters = parameter_names(functions)
+    calls = []
     for item in truth:
         if isinstance(item, str):
-            choices.append([parse_python_call(item, parameters, row, "ground_truth")])
+            calls.append(parse_python_call(item, parameters, row, "ground_truth"))
             continue
-        is_call = isinstance(item, Mapping) and len(item) == 1
-        arguments = next(iter(item.values())) if is_call else None
-        if not is_call or not isinstance(arguments, Mapping):
+        if not isinstance(item, Mapping) or len(item) != 1:
             raise row.error("ground_truth", item, "{function: {argument: [accepted values]}}")
-        calls = list(islice(_expand_call(item, row), MAX_ANSWERS + 1))
-        if len(calls) > MAX_ANSWERS:
-            return None
-        choices.append(calls)
-    texts = (format_calls_json(calls, row, "ground_truth") for calls in product(*choices))
-    answers = list(islice(texts, MAX_ANSWERS + 1))
-    return None if len(answers) > MAX_ANSWERS else list(dict.fromkeys(answers))
+        ((name, options),) = item.items()
+        if not isinstance(options, Mapping):
+            raise row.error("ground_truth", item, "{function: {argument: [accepted values]}}")
+        calls.append(_accepted_call(name, options, functions, row))
+    return format_calls_json(calls, row, "ground_truth")
 
 
-def _expand_call(item: Mapping[str, Any], row: SourceRow) -> Iterator[dict[str, Any]]:
-    ((name, arguments),) = item.items()
-    for chosen in _expand_arguments(arguments, row):
-        yield {"name": name, "arguments": chosen}
-
-
-def _expand_arguments(options: Mapping[str, Any], row: SourceRow) -> Iterator[dict[str, Any]]:
-    """Yield every object with one of the listed values for each member."""
-    lists = []
-    for name, values in options.items():
+def _accepted_call(
+    name: str, options: Mapping[str, Any], functions: Sequence[Any], row: SourceRow
+) -> dict[str, Any]:
+    """Return the call with its arguments if there is one choice, else with what is accepted."""
+    types, required = _parameter_types(name, functions)
+    accepted: dict[str, list[Any]] = {}
+    optional: list[str] = []
+    for argument, values in options.items():
+        where = f"ground_truth.{name}.{argument}"
         if not isinstance(values, list) or not values:
-            raise row.error(f"ground_truth.{name}", values, "a non-empty list of values")
-        lists.append(list(islice(_expand_options(values, row), MAX_ANSWERS + 1)))
-    for chosen in product(*lists):
-        pairs = zip(options, chosen, strict=True)
-        yield {name: value for name, value in pairs if value is not _OMITTED}
+            raise row.error(where, values, "a non-empty list of values", _OTHER_ANSWERS)
+        can_omit = "" in values and argument not in required
+        if types and argument not in types:
+            values = []
+        elif not _takes_text(types.get(argument), values):
+            values = [value for value in values if value != ""]
+        choices = _accepted_values(values, where, row)
+        if not choices and not can_omit:
+            cause = "an argument that the function does not have, or requires"
+            raise row.error(where, options[argument], "a value that can be given", cause)
+        if choices:
+            accepted[argument] = choices
+            optional += [argument] if can_omit else []
+    if unanswered := [argument for argument in required if argument not in accepted]:
+        expected = f"accepted values of {', '.join(unanswered)}, which {name} requires"
+        raise row.error(f"ground_truth.{name}", options, expected, _OTHER_ANSWERS)
+    return {"name": name, **_simplified(accepted, optional)}
 
 
-def _expand_options(values: Iterable[Any], row: SourceRow) -> Iterator[Any]:
-    for value in values:
-        if value == "":
-            yield _OMITTED
-        else:
-            yield from islice(_expand_value(value, row), MAX_ANSWERS + 1)
+def _parameter_types(name: str, functions: Sequence[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the types of a function's parameters and the names of those that it requires.
+
+    Both are empty if the function is not described.
+    """
+    parameters = parameter_schemas(functions).get(name, {})
+    properties, required = parameters.get("properties"), parameters.get("required")
+    types = {
+        argument: schema.get("type") if isinstance(schema, dict) else None
+        for argument, schema in (properties if isinstance(properties, dict) else {}).items()
+    }
+    return types, [name for name in types if isinstance(required, list) and name in required]
 
 
-def _expand_value(value: Any, row: SourceRow) -> Iterator[Any]:
+def _takes_text(kind: str | None, values: Sequence[Any]) -> bool:
+    """Return whether the empty text is a value of an argument, and not only a sign to omit it."""
+    return kind in _TEXT_TYPES or any(isinstance(value, str) and value for value in values)
+
+
+def _accepted_values(values: Sequence[Any], where: str, row: SourceRow) -> list[Any]:
+    """Return accepted values without repetitions; objects list the values of their members."""
+    texts = [json.dumps(_accepted_value(value, where, row)) for value in values]
+    return [json.loads(text) for text in dict.fromkeys(texts)]
+
+
+def _accepted_value(value: Any, where: str, row: SourceRow) -> Any:
     if isinstance(value, Mapping):
-        yield from _expand_arguments(value, row)
-    elif isinstance(value, list):
-        parts = [list(islice(_expand_value(item, row), MAX_ANSWERS + 1)) for item in value]
-        yield from (list(chosen) for chosen in product(*parts))
-    else:
-        yield value
+        return _accepted_object(value, where, row)
+    if isinstance(value, list):
+        return [
+            _accepted_object(item, where, row) if isinstance(item, Mapping) else item
+            for item in value
+        ]
+    return value
+
+
+def _accepted_object(members: Mapping[str, Any], where: str, row: SourceRow) -> Any:
+    """Return an object as it is if there is one choice for it, else what its members accept."""
+    accepted, optional = {}, []
+    for name, values in members.items():
+        if isinstance(values, str) or values == []:
+            cause = "a member whose list of accepted values is missing"
+            raise row.error(f"{where}.{name}", values, "a non-empty list of values", cause)
+        accepted[name] = list(values) if isinstance(values, list) else [values]
+        optional += [name] if "" in accepted[name] else []
+    simple = _simplified(accepted, optional)
+    return simple.get("arguments", simple)
+
+
+def _simplified(accepted: Mapping[str, list[Any]], optional: Sequence[str]) -> dict[str, Any]:
+    """Return `arguments` if each has one value that has no choices itself, else `accepted`."""
+    if optional or any(len(values) > 1 or _has_choices(values) for values in accepted.values()):
+        return {"accepted": dict(accepted), "optional": list(optional)}
+    return {"arguments": {name: value for name, (value,) in accepted.items()}}
+
+
+def _has_choices(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return value.keys() == {"accepted", "optional"}
+    return isinstance(value, list) and any(_has_choices(item) for item in value)

@@ -37,6 +37,27 @@ def format_calls_json(calls: Sequence[Mapping[str, Any]], row: SourceRow, field:
         ) from error
 
 
+def example_answer(truth: str) -> str:
+    """Return an answer that a ground truth of calls accepts: the first value of each argument."""
+    try:
+        calls = parse_json(truth)
+    except ValueError:
+        return truth
+    if not isinstance(calls, list):
+        return truth
+    return json.dumps([_example_value(call) for call in calls], ensure_ascii=False)
+
+
+def _example_value(value: Any) -> Any:
+    """Return the first choice of a call or value in the form of `types.ground_truth`."""
+    if isinstance(value, list):
+        return [_example_value(item) for item in value]
+    if not isinstance(value, dict) or not isinstance(value.get("accepted"), dict):
+        return value
+    chosen = {name: _example_value(values[0]) for name, values in value["accepted"].items()}
+    return {"name": value["name"], "arguments": chosen} if "name" in value else chosen
+
+
 def make_system_message(functions: Sequence[Any], system_text: str = "") -> Message:
     """Return the system message that offers the functions, followed by the row's system text."""
     parts = [CALLS_PROMPT]
@@ -124,11 +145,19 @@ def read_python_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 def parameter_names(functions: Sequence[Any]) -> dict[str, list[str]]:
     """Return the parameter names of each function, from a JSON schema or a mapping by name."""
     names: dict[str, list[str]] = {}
+    for name, parameters in parameter_schemas(functions).items():
+        properties = parameters.get("properties", parameters)
+        names[name] = list(properties if isinstance(properties, dict) else ())
+    return names
+
+
+def parameter_schemas(functions: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return what each function's description says about its parameters."""
+    schemas: dict[str, dict[str, Any]] = {}
     for item in functions:
         inner = item.get("function") if isinstance(item, dict) else None
         function = inner if isinstance(inner, dict) else item
         parameters = function.get("parameters") if isinstance(function, dict) else None
         if isinstance(parameters, dict) and isinstance(function.get("name"), str):
-            properties = parameters.get("properties", parameters)
-            names[function["name"]] = list(properties if isinstance(properties, dict) else ())
-    return names
+            schemas[function["name"]] = parameters
+    return schemas

@@ -24,6 +24,8 @@ from mega_agentrl.data.converters.source_row import (
     make_rl_row,
     unique_row_id,
 )
+from mega_agentrl.errors import InputError
+from mega_agentrl.types.ground_truth import accepted_answers
 from mega_agentrl.types.records import Message
 
 BACKSPACE = "\x08"
@@ -119,14 +121,12 @@ def _question_messages(question: str) -> tuple[Message, ...]:
 def _golden_answers(row: SourceRow) -> list[str]:
     field, answers = "golden_answers", row.values.get("golden_answers")
     if answers is None and isinstance(row.values.get("reward_model"), Mapping):
-        field = "reward_model.ground_truth.target"
-        truth = row.values["reward_model"].get("ground_truth")
-        answers = truth.get("target") if isinstance(truth, Mapping) else truth
-    answers = [answers] if isinstance(answers, str) else answers
-    answer_list = answers if isinstance(answers, list) else []
-    if not answer_list or not all(isinstance(text, str) and text.strip() for text in answer_list):
-        raise row.error(field, answers, "a non-empty list of texts")
-    return answer_list
+        field = "reward_model.ground_truth"
+        answers = row.values["reward_model"].get("ground_truth")
+    try:
+        return list(accepted_answers(answers))
+    except InputError as error:
+        raise row.error(field, answers, error.expected) from error
 
 
 def _data_source(row: SourceRow, default: str) -> str:
@@ -156,10 +156,11 @@ def _arpo_extra_info(row: SourceRow) -> dict[str, Any]:
     return extra
 
 
-def _arpo_ground_truth(row: SourceRow) -> Any:
+def _arpo_ground_truth(row: SourceRow) -> str | list[str]:
     cell = row.get("reward_model")
     truth = cell.get("ground_truth") if isinstance(cell, Mapping) else None
-    texts = [truth] if isinstance(truth, str) else truth
-    if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-        raise row.error("reward_model.ground_truth", truth, "a text or a non-empty list of texts")
-    return truth
+    try:
+        answers = list(accepted_answers(truth))
+    except InputError as error:
+        raise row.error("reward_model.ground_truth", truth, error.expected) from error
+    return answers if isinstance(truth, list | Mapping) else answers[0]

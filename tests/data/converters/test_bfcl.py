@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mega_agentrl.data.converters.bfcl import (
-    MAX_ANSWERS,
     NEW_FUNCTIONS_MESSAGE,
     convert_bfcl,
     convert_bfcl_conversations,
+    expected_calls,
     function_schema,
-    possible_answers,
 )
+from mega_agentrl.data.converters.function_calls import example_answer
 from mega_agentrl.data.converters.source_row import SourceRow
 from mega_agentrl.errors import InputError
 from mega_agentrl.reward.function_call import score
@@ -104,7 +101,7 @@ def test_a_function_held_back_appears_in_the_turn_that_hands_it_out():
     answer = {**MULTI_ANSWER, "ground_truth": [[], ["mkdir(name='t')"]]}
     first, second = convert_bfcl(rows(question) + rows(answer) + documents(), "bfcl").rows
     assert '"mkdir"' not in first["prompt"][0]["content"]
-    assert first["reward_model"]["ground_truth"] == ["[]"]
+    assert first["reward_model"]["ground_truth"] == "[]"
     assert '"mkdir"' in second["prompt"][0]["content"]
     assert second["prompt"][-1] == NEW_FUNCTIONS_MESSAGE
 
@@ -191,7 +188,7 @@ def test_irrelevance_wants_no_call_and_relevance_cannot_be_checked():
     converted = convert_bfcl(rows(*questions), "bfcl")
     (row,) = converted.rows
     assert row["extra_info"]["category"] == "live_irrelevance"
-    assert row["reward_model"]["ground_truth"] == ["[]"]
+    assert row["reward_model"]["ground_truth"] == "[]"
     assert sum(converted.notes.values()) == 1
 
 
@@ -200,16 +197,38 @@ def test_rows_as_json_text_in_one_file_and_a_plain_question():
     row["id"] = "simple_0"
     plain = {"question": "Area?", "function": AREA, "ground_truth": ["calculate_triangle_area(10)"]}
     first, second = convert_bfcl(rows(row, plain), "bfcl").rows
-    assert len(first["reward_model"]["ground_truth"]) == 2
+    assert json.loads(first["reward_model"]["ground_truth"])[0]["optional"] == ["unit"]
     assert second["prompt"][1] == {"role": "user", "content": "Area?"}
-    assert json.loads(second["reward_model"]["ground_truth"][0])[0]["arguments"] == {"base": 10}
+    assert json.loads(second["reward_model"]["ground_truth"])[0]["arguments"] == {"base": 10}
 
 
-def test_too_many_possible_answers_are_left_out_and_counted():
+def test_a_question_with_a_million_accepted_answers_is_kept():
     wide = {"f": {f"a{i}": [1, 2] for i in range(20)}}
-    converted = convert_bfcl(rows({**SIMPLE, "ground_truth": [wide]}), "bfcl")
-    assert converted.rows == []
-    assert sum(converted.notes.values()) == 1
+    (row,) = convert_bfcl(rows({**SIMPLE, "ground_truth": [wide]}), "bfcl").rows
+    accepted = {f"a{i}": [1, 2] for i in range(20)}
+    truth = json.loads(row["reward_model"]["ground_truth"])
+    assert truth == [{"name": "f", "accepted": accepted, "optional": []}]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"base": []}, id="empty_list_of_values"),
+        pytest.param({"base": 10}, id="value_without_a_list"),
+        pytest.param({"base": [{"format": "epoch_millis"}]}, id="member_without_a_list"),
+        pytest.param({"base": [{"format": []}]}, id="member_with_an_empty_list"),
+        pytest.param({"base": [""]}, id="required_number_that_is_only_left_out"),
+        pytest.param({"base": [10], "height": [5]}, id="argument_that_the_function_lacks"),
+        pytest.param({"unit": ["cm"]}, id="required_argument_without_values"),
+        pytest.param([], id="no_arguments"),
+    ],
+)
+def test_a_row_that_nothing_can_satisfy_is_left_out_and_its_file_goes_on(options):
+    odd = {**SIMPLE, "id": "odd_0", "ground_truth": [{"calculate_triangle_area": options}]}
+    converted = convert_bfcl(rows(odd, SIMPLE | SIMPLE_ANSWER), "bfcl")
+    assert [row["extra_info"]["index"] for row in converted.rows] == ["simple_0"]
+    ((note, times),) = converted.notes.items()
+    assert times == 1 and "q.json line 1, field ground_truth" in note
 
 
 @pytest.mark.parametrize(
@@ -245,62 +264,113 @@ def test_files_that_do_not_fit_together_are_refused(values, place):
 ROW = SourceRow("b.json", "line 1", {})
 
 
-def arguments(truth):
-    answers = possible_answers(truth, {}, ROW)
-    return [[call["arguments"] for call in json.loads(answer)] for answer in answers]
+def calls(truth, functions=()):
+    return json.loads(expected_calls(truth, functions, ROW))
 
 
-def test_answers_have_every_choice_of_every_argument():
-    truth = [{"area": {"base": [10], "unit": ["cm", "units", ""]}}]
-    assert arguments(truth) == [
-        [{"base": 10, "unit": "cm"}],
-        [{"base": 10, "unit": "units"}],
-        [{"base": 10}],
+def test_an_argument_has_one_of_its_values_and_may_be_left_out_where_the_empty_text_is_listed():
+    assert calls([{"area": {"base": [10, 10.5], "unit": ["cm", "units", "", "cm"]}}]) == [
+        {
+            "name": "area",
+            "accepted": {"base": [10, 10.5], "unit": ["cm", "units", ""]},
+            "optional": ["unit"],
+        }
+    ]
+
+
+def function(**types):
+    """A function f that requires all parameters whose names do not start with `may`."""
+    return {
+        "name": "f",
+        "parameters": {
+            "type": "dict",
+            "properties": {name: {"type": kind} for name, kind in types.items()},
+            "required": [name for name in types if not name.startswith("may")],
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "accepted", "can_omit"),
+    [
+        pytest.param({"place": "string"}, ["Rome", ""], ["Rome", ""], False, id="required_text"),
+        pytest.param({"place": "string"}, [""], [""], False, id="required_empty_text"),
+        pytest.param({"port": "integer"}, [5432, 80, ""], [5432, 80], False, id="required_number"),
+        pytest.param({"may": "string"}, ["Rome", ""], ["Rome", ""], True, id="optional_text"),
+        pytest.param({"may": "integer"}, [5, ""], [5], True, id="optional_number"),
+        pytest.param({"may": "integer"}, ["port", ""], ["port", ""], True, id="variable_as_text"),
+        pytest.param({"may": "boolean"}, [True], [True], False, id="must_be_given"),
+    ],
+)
+def test_the_empty_text_means_what_it_means_in_bfcls_checker(kind, values, accepted, can_omit):
+    (name,) = kind
+    (call,) = calls([{"f": {name: values}}], [function(**kind)])
+    if len(accepted) == 1 and not can_omit:
+        assert call == {"name": "f", "arguments": {name: accepted[0]}}
+    else:
+        optional = [name] if can_omit else []
+        assert call == {"name": "f", "accepted": {name: accepted}, "optional": optional}
+
+
+def test_an_optional_number_that_only_the_empty_text_is_listed_for_must_be_left_out():
+    assert calls([{"f": {"may": [""], "x": [1]}}], [function(may="integer", x="integer")]) == [
+        {"name": "f", "arguments": {"x": 1}}
     ]
 
 
 def test_objects_list_the_values_of_their_members_also_inside_lists():
     truth = [{"f": {"o": [{"city": ["Rome", "Roma"], "zip": [""]}], "l": [[{"k": [1]}, 2]]}}]
-    assert arguments(truth) == [
-        [{"o": {"city": "Rome"}, "l": [{"k": 1}, 2]}],
-        [{"o": {"city": "Roma"}, "l": [{"k": 1}, 2]}],
+    city = {"accepted": {"city": ["Rome", "Roma"], "zip": [""]}, "optional": ["zip"]}
+    assert calls(truth) == [
+        {"name": "f", "accepted": {"o": [city], "l": [[{"k": 1}, 2]]}, "optional": []}
+    ]
+
+
+def test_values_below_the_members_of_an_object_are_compared_as_they_are():
+    """As in live_multiple_121-46-0 of bfcl-eval 2026.3.23."""
+    position = {"lateral": 10.5, "longitudinal": 50}
+    truth = [{"f": {"ego_info": [{"position": [position], "orientation": [30]}]}}]
+    assert calls(truth) == [
+        {"name": "f", "arguments": {"ego_info": {"position": position, "orientation": 30}}}
+    ]
+    assert calls([{"f": {"position": [position]}}]) == [
+        {"name": "f", "arguments": {"position": position}}
     ]
 
 
 def test_empty_lists_and_functions_without_arguments():
-    assert arguments([{"f": {"a": [[]]}}]) == [[{"a": []}]]
-    assert possible_answers([{"f": {}}], {}, ROW) == ['[{"name": "f", "arguments": {}}]']
-    assert possible_answers([], {}, ROW) == ["[]"]
+    assert calls([{"f": {"a": [[]]}}]) == [{"name": "f", "arguments": {"a": []}}]
+    assert calls([{"f": {}}]) == [{"name": "f", "arguments": {}}]
+    assert expected_calls([], [], ROW) == "[]"
 
 
 def test_python_calls():
-    truth = ["calc(20, k=5)", "done()"]
-    assert possible_answers(truth, {"calc": ["n", "k"]}, ROW) == [
-        '[{"name": "calc", "arguments": {"n": 20, "k": 5}}, {"name": "done", "arguments": {}}]'
+    described = [{"name": "calc", "parameters": {"properties": {"n": {}, "k": {}}}}]
+    assert calls(["calc(20, k=5)", "done()"], described) == [
+        {"name": "calc", "arguments": {"n": 20, "k": 5}},
+        {"name": "done", "arguments": {}},
     ]
 
 
-@pytest.mark.parametrize(
-    "truth", [[{"f": {"a": 1}}], [{"f": {"a": []}}], [{"f": [], "g": []}], [["f()"]], [{"f": 1}]]
-)
+@pytest.mark.parametrize("truth", [[{"f": [], "g": []}], [["f()"]], [{"f": 1}], ["f("]])
 def test_answers_of_another_form_are_refused(truth):
     with pytest.raises(InputError) as caught:
-        possible_answers(truth, {}, ROW)
+        expected_calls(truth, [], ROW)
     assert caught.value.name.startswith("b.json line 1, field ground_truth")
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4))
-def test_the_number_of_answers_is_the_product_of_the_choices(sizes):
-    truth = [{"f": {f"a{i}": list(range(size)) for i, size in enumerate(sizes)}}]
-    answers = possible_answers(truth, {}, ROW)
-    if prod(sizes) > MAX_ANSWERS:
-        assert answers is None
-    else:
-        assert len(set(answers)) == len(answers) == prod(sizes)
-
-
-def test_far_too_many_answers_are_not_even_counted():
-    wide = {f"a{i}": list(range(10)) for i in range(40)}
-    assert possible_answers([{"f": wide}], {}, ROW) is None
-    assert possible_answers([{"f": {"o": [wide]}}], {}, ROW) is None
-    assert possible_answers([{"f": {"a": [1, 2]}}] * 30, {}, ROW) is None
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        pytest.param("[]", "[]", id="no_call"),
+        pytest.param("f(a=1)", "f(a=1)", id="python"),
+        pytest.param(
+            '[{"name": "f", "accepted": {"a": [[{"accepted": {"k": [1, 2]}, "optional": []}, "é"]],'
+            ' "b": ["", 3]}, "optional": ["b"]}]',
+            '[{"name": "f", "arguments": {"a": [{"k": 1}, "é"], "b": ""}}]',
+            id="first_of_each",
+        ),
+    ],
+)
+def test_an_example_of_an_accepted_answer(truth, answer):
+    assert example_answer(truth) == answer

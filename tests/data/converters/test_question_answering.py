@@ -56,7 +56,12 @@ def test_search_r1_takes_every_golden_answer():
     assert second["reward_model"]["ground_truth"] == ["Bo"]
 
 
-@pytest.mark.parametrize("answers", [[], [""], [3], None])
+def test_numbers_among_golden_answers_are_their_texts():
+    (row,) = convert_search_r1(rows({"question": "?", "golden_answers": ["three", 3]}), "q").rows
+    assert row["reward_model"]["ground_truth"] == ["three", "3"]
+
+
+@pytest.mark.parametrize("answers", [[], [""], [None], None])
 def test_search_r1_without_answers_is_an_error(answers):
     with pytest.raises(InputError) as caught:
         convert_search_r1(rows({"question": "?", "golden_answers": answers}), "search_r1")

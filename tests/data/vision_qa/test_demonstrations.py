@@ -36,10 +36,10 @@ def test_looking_always_earns_the_reward_and_guessing_rarely():
     rng = random.Random(0)
     num_right = 0
     for question in QUESTIONS:
-        assert accuracy(written(make_right_answer(question)), question.answer).correct
+        assert accuracy(written(make_right_answer(question)), (question.answer,)).correct
         guess = written(make_guess(question, rng))
         assert GUESS_THOUGHT in guess and "tool_call" not in guess
-        num_right += accuracy(guess, question.answer).correct
+        num_right += accuracy(guess, (question.answer,)).correct
     assert 8 < num_right < 32
 
 
