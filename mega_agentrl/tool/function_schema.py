@@ -41,7 +41,7 @@ ALL_ARGUMENTS_AS_JSON = "*"
 
 MAX_MESSAGE_CHARS = 300
 
-_VALUE_KEYWORDS = ("const", "enum", "default", "examples")
+VALUE_KEYWORDS = ("const", "enum", "default", "examples")
 """Keywords of a schema whose values are no schemas."""
 
 _FUNCTION_KEYS = {"name", "description", "parameters", "strict"}
@@ -195,7 +195,7 @@ def _subschemas(parameters: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         item = pending.pop()
         if isinstance(item, dict):
             yield item
-            pending += [value for key, value in item.items() if key not in _VALUE_KEYWORDS]
+            pending += [value for key, value in item.items() if key not in VALUE_KEYWORDS]
         elif isinstance(item, list):
             pending += item
 

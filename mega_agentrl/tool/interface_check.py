@@ -106,6 +106,22 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
     if tool.text_argument != ALL_ARGUMENTS_AS_JSON and not schema.has_parameter(tool.text_argument):
         expected = f"one of the schema's properties {sorted(properties)}"
         raise InputError(f"{where}, text_argument", tool.text_argument, expected)
+    check_callable(schema, where)
+    if isinstance(tool, FunctionTool):
+        known = set(inspect.signature(tool.function).parameters)
+        if unknown := sorted(set(properties) - known):
+            raise InputError(
+                f"{where}, parameters of its schema",
+                unknown,
+                f"only those of the function {tool.function.__name__}, {sorted(known)} "
+                f"({source_location(tool.function)})",
+            )
+    return schema
+
+
+def check_callable(schema: FunctionSchema, where: str) -> None:
+    """Raise `InputError` if no call could fit the schema, or an example does not."""
+    properties = schema.parameters.get("properties", {})
     missing = sorted(set(schema.parameters.get("required", ())) - set(properties))
     if missing and schema.parameters.get("additionalProperties") is False:
         raise InputError(
@@ -119,16 +135,6 @@ def validated_schema(tool: Tool, where: str) -> FunctionSchema:
         except (TypeError, ValueError) as error:
             expected = "an object of arguments of a call"
             raise InputError(f"{where}, example", example, expected, str(error)) from error
-    if isinstance(tool, FunctionTool):
-        known = set(inspect.signature(tool.function).parameters)
-        if unknown := sorted(set(properties) - known):
-            raise InputError(
-                f"{where}, parameters of its schema",
-                unknown,
-                f"only those of the function {tool.function.__name__}, {sorted(known)} "
-                f"({source_location(tool.function)})",
-            )
-    return schema
 
 
 def _format_signature(method: Callable[..., Any], name: str) -> str:

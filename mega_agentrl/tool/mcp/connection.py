@@ -29,9 +29,11 @@ from mega_agentrl.sandbox.command import SandboxedCommand, SandboxedProcess, sta
 from mega_agentrl.tool.base import ToolInputError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from types import TracebackType
+    from typing import Self
 
-    from mcp.client._transport import TransportStreams
+    from mcp.client._transport import ReadStream, TransportStreams
 
     from mega_agentrl.tool.mcp.server_file import McpServerConfig
 
@@ -69,6 +71,7 @@ class McpConnection:
         self._owner: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._loss = ""
+        self._listed: list[Any] = []
 
     @property
     def is_lost(self) -> bool:
@@ -90,17 +93,19 @@ class McpConnection:
             await self.close()
             raise
 
-    async def list_tools(self) -> list[mcp_types.Tool]:
-        """Return the tools of all pages; raises `McpServerError`."""
-        tools: list[mcp_types.Tool] = []
+    async def list_tools(self) -> list[Any]:
+        """Return the tools of all pages as the server describes them; raises `McpServerError`.
+
+        They are not checked: the SDK would refuse a whole page for one schema that it dislikes.
+        """
+        self._listed = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
             params = mcp_types.PaginatedRequestParams(cursor=cursor)
             page = await self._request(self._active_session().list_tools(params=params))
-            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
-                return tools
+                return self._listed
         raise self._error(f"tools/list has more than {_MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
@@ -164,6 +169,9 @@ class McpConnection:
         except ValueError as error:  # of pydantic: it contains the whole answer
             raise self._error("it sent an answer that is not of the protocol") from error
 
+    def _listed_tools(self, tools: list[Any]) -> None:
+        self._listed += tools
+
     def _error(self, text: str) -> McpServerError:
         loss = f": {self._loss}" if self._loss and self._loss not in text else ""
         note = self._process.stderr_note() if self._process is not None else ""
@@ -176,7 +184,9 @@ class McpConnection:
         try:
             async with (
                 self._transport() as (reader, writer),
-                ClientSession(reader, writer, client_info=_CLIENT_INFO) as session,
+                ClientSession(
+                    _ToolListReader(reader, self._listed_tools), writer, client_info=_CLIENT_INFO
+                ) as session,
             ):
                 await session.initialize()
                 self._session = session
@@ -275,6 +285,62 @@ class McpConnection:
                     self._loss = f"it wrote more than {_MAX_NOISE_LINES} lines that are no messages"
                 continue
             yield SessionMessage(message)
+
+
+class _ToolListReader:
+    """A stream of messages from a server that hands the tools of a listing over unchecked.
+
+    Args:
+        stream: The messages.
+        on_tools: Called with the tools of a page; the message goes on without them.
+    """
+
+    def __init__(
+        self,
+        stream: ReadStream[SessionMessage | Exception],
+        on_tools: Callable[[list[Any]], None],
+    ) -> None:
+        self._stream = stream
+        self._on_tools = on_tools
+
+    @property
+    def last_context(self) -> Any:
+        """The context of the sender, which the SDK asks for."""
+        return getattr(self._stream, "last_context", None)
+
+    async def receive(self) -> SessionMessage | Exception:
+        """Return the next message."""
+        return self._without_tools(await self._stream.receive())
+
+    async def aclose(self) -> None:
+        """Close the stream."""
+        await self._stream.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> SessionMessage | Exception:
+        return self._without_tools(await anext(self._stream))
+
+    async def __aenter__(self) -> Self:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_val: BaseException | None,
+        exc_tb: TracebackType | None,
+    ) -> bool | None:
+        return await self._stream.__aexit__(exc_type, exc_val, exc_tb)
+
+    def _without_tools(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
+        if isinstance(item, SessionMessage) and isinstance(item.message, mcp_types.JSONRPCResponse):
+            tools = item.message.result.get("tools")
+            if isinstance(tools, list):
+                self._on_tools(tools)
+                item.message.result["tools"] = []
+        return item
 
 
 def _sandboxed(config: McpServerConfig) -> SandboxedCommand:

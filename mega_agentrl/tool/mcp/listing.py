@@ -2,7 +2,11 @@
 
 The prompts are encoded with the schemas of the tools, before any process of the run is started.
 Each server is therefore started once, asked, and ended again. All errors are `ConfigError`s that
-name the server.
+name the server. A tool that cannot be used, because its schema is none, is left out with a line in
+the log, unless the file names it under `include`.
+
+Schemas are taken as servers write them: of any draft, empty or absent, or with alternatives at the
+top. Patterns that only JavaScript can read are left to the server.
 
 A tool keeps its server's name for it where it can be called by it; other characters become
 underscores. With tags the name is in lower case, because it becomes a tag. Where two tools of the
@@ -12,16 +16,21 @@ run would have the same name, or it is reserved, the name of the server stands b
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import CallProtocol
-from mega_agentrl.config.errors import ConfigError, check_range
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.override_keys import nearest_name
+from mega_agentrl.errors import InputError
+from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.call_protocol.tags import RESERVED_NAMES
-from mega_agentrl.tool.function_schema import FunctionSchema
+from mega_agentrl.tool.function_schema import VALUE_KEYWORDS, FunctionSchema
+from mega_agentrl.tool.interface_check import check_callable
 from mega_agentrl.tool.mcp.connection import McpConnection, McpServerError
 from mega_agentrl.tool.mcp.server import ListedServer, ListedTool, not_started
 from mega_agentrl.tool.mcp.server_file import KEY, read_server_file
@@ -29,11 +38,11 @@ from mega_agentrl.tool.mcp.server_file import KEY, read_server_file
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    import mcp_types
-
     from mega_agentrl.tool.mcp.server_file import McpServerConfig
 
 _MAX_NAME_CHARS = 64
+
+_log = logging.getLogger(__name__)
 
 
 def list_servers(
@@ -58,21 +67,19 @@ def list_servers(
     chosen = [
         (config, tool)
         for config, tools in zip(configs, remote_tools, strict=True)
-        for tool in _select(config, tools)
+        for tool in usable_tools(config, tools)
     ]
-    names = choose_names([(c.name, t.name) for c, t in chosen], set(other_names), protocol)
+    names = choose_names([(c.name, t.remote_name) for c, t in chosen], set(other_names), protocol)
     by_server: dict[str, list[ListedTool]] = {config.name: [] for config in configs}
     for (config, tool), name in zip(chosen, names, strict=True):
-        by_server[config.name].append(_listed_tool(config, tool, name))
+        by_server[config.name].append(replace(tool, name=name))
     return [ListedServer(config=c, tools=tuple(by_server[c.name])) for c in configs]
 
 
-async def _list_tools(
-    configs: Sequence[McpServerConfig],
-) -> list[list[mcp_types.Tool]]:
+async def _list_tools(configs: Sequence[McpServerConfig]) -> list[list[Any]]:
     """Return the tools of each server; raises the first server's error once all have ended."""
     results = await asyncio.gather(*map(_list_tools_of, configs), return_exceptions=True)
-    listings: list[list[mcp_types.Tool]] = []
+    listings: list[list[Any]] = []
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -80,31 +87,66 @@ async def _list_tools(
     return listings
 
 
-async def _list_tools_of(config: McpServerConfig) -> list[mcp_types.Tool]:
+async def _list_tools_of(config: McpServerConfig) -> list[Any]:
     connection = McpConnection(config)
     try:
         await connection.open()
         return await connection.list_tools()
-    except McpServerError as error:
+    except (McpServerError, ToolInputError) as error:
         raise not_started(config, error) from error
     finally:
         await connection.close()
 
 
-def _select(config: McpServerConfig, tools: Sequence[mcp_types.Tool]) -> list[mcp_types.Tool]:
-    """Return the tools that the entry includes; raises `ConfigError` for unknown names."""
-    known = [tool.name for tool in tools]
-    check_range(len(set(known)) == len(known), config.key, known, "tools with different names")
+def usable_tools(config: McpServerConfig, tools: Sequence[Any]) -> list[ListedTool]:
+    """Return the tools that the entry includes and that can be called, under their own names.
+
+    Args:
+        config: The entry.
+        tools: What the server lists.
+
+    Raises:
+        ConfigError: The entry names an unknown tool, includes one that cannot be used by its name,
+            or leaves none.
+    """
+    by_name: dict[str, Any] = {}
+    for tool in tools:
+        name = tool.get("name") if isinstance(tool, dict) else None
+        if not isinstance(name, str) or not name or name in by_name:
+            cause = "the name is used twice" if name in by_name else "it has no name"
+            _log.warning("%s: the tool %.100r is left out: %s", config.key, name, cause)
+        else:
+            by_name[name] = tool
+    _check_names(config, list(by_name))
+    chosen = by_name if config.include is None else config.include
+    usable: list[ListedTool] = []
+    causes: list[str] = []
+    for name in chosen:
+        if name in config.exclude:
+            continue
+        try:
+            usable.append(_listed_tool(by_name[name], name))
+        except (InputError, RecursionError) as error:
+            cause = config.redact(str(error))
+            if config.include is not None:
+                expected = "a tool that can be called, because include names it"
+                raise ConfigError(f"{config.key}, tool {name}", name, expected, cause) from error
+            _log.warning("%s: the tool %s is left out: %s", config.key, name, cause)
+            causes.append(cause)
+    if not usable:
+        expected = "at least one tool that is included and can be called"
+        raise ConfigError(config.key, list(by_name), expected, "; ".join(causes[:1]))
+    return usable
+
+
+def _check_names(config: McpServerConfig, known: Sequence[str]) -> None:
+    """Raise `ConfigError` for a name in `include` or `exclude` that the server does not have."""
     for key, names in (("include", config.include or ()), ("exclude", config.exclude)):
         for name in names:
             if name not in known:
                 expected = f"some of the server's tools {', '.join(known)}"
                 cause = f"nearest is {nearest_name(name, known)}" if known else ""
                 raise ConfigError(f"{config.key}, {key}", name, expected, cause)
-    chosen = known if config.include is None else config.include
-    selected = [tool for tool in tools if tool.name in chosen and tool.name not in config.exclude]
-    check_range(bool(selected), config.key, known, "at least one tool that is included")
-    return selected
 
 
 def choose_names(
@@ -157,23 +199,67 @@ def _is_callable(name: str, protocol: CallProtocol) -> bool:
     return bool(name)
 
 
-def _listed_tool(config: McpServerConfig, tool: mcp_types.Tool, name: str) -> ListedTool:
-    description = tool.description or tool.title or ""
-    function = {"name": name, "description": description, "parameters": tool.input_schema}
-    try:
-        FunctionSchema({"type": "function", "function": function}, f"tool {tool.name}")
-    except ValueError as error:
-        raise ConfigError(
-            f"{config.key}, tool {tool.name}",
-            name,
-            "a tool with a JSON schema (draft 2020-12) as inputSchema",
-            f'{config.redact(str(error))}; add "exclude": ["{tool.name}"] to do without it',
-        ) from error
-    hints = tool.annotations
+def _listed_tool(tool: Mapping[str, Any], name: str) -> ListedTool:
+    """Return a tool that a server lists; raises `InputError` if it cannot be called."""
+    parameters = _parameters(tool.get("inputSchema"), f"tool {name}")
+    description = tool.get("description") or tool.get("title")
+    hints = tool.get("annotations")
     return ListedTool(
         name=name,
-        remote_name=tool.name,
-        description=description,
-        parameters=tool.input_schema,
-        is_read_only=bool(hints and hints.read_only_hint),
+        remote_name=name,
+        description=description if isinstance(description, str) else "",
+        parameters=parameters,
+        is_read_only=isinstance(hints, dict) and hints.get("readOnlyHint") is True,
     )
+
+
+def _parameters(schema: Any, where: str) -> dict[str, Any]:
+    """Return a server's `inputSchema` as the schema of an object that can be checked.
+
+    Raises:
+        InputError: It is none.
+    """
+    if not isinstance(schema, dict | None):
+        raise InputError(f"{where}, inputSchema", schema, "a JSON schema of an object")
+    given = {key: value for key, value in (schema or {}).items() if value is not None}
+    if "object" in (kind := given.get("type", "object")) and isinstance(kind, list):
+        given["type"] = "object"
+    parameters = _without_foreign_patterns({"type": "object", "properties": {}, **given})
+    try:
+        return _checked(parameters, where)
+    except InputError:
+        if "examples" not in parameters:
+            raise
+        del parameters["examples"]  # calls that do not fit are no reason to leave a tool out
+        return _checked(parameters, where)
+
+
+def _checked(parameters: dict[str, Any], where: str) -> dict[str, Any]:
+    function = {"name": "tool", "description": "", "parameters": parameters}
+    check_callable(FunctionSchema({"type": "function", "function": function}, where), where)
+    return parameters
+
+
+def _without_foreign_patterns(schema: Any) -> Any:
+    """Return a schema without the patterns that Python cannot compile."""
+    if isinstance(schema, list):
+        return [_without_foreign_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    cleaned: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str) and not _compiles(value):
+            continue
+        if key == "patternProperties" and isinstance(value, dict):
+            value = {pattern: item for pattern, item in value.items() if _compiles(pattern)}
+        is_value = key in VALUE_KEYWORDS
+        cleaned[key] = value if is_value else _without_foreign_patterns(value)
+    return cleaned
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
+        return False
+    return True

@@ -311,7 +311,7 @@ def make_tools(listed: ListedServer, limits: AnswerLimits) -> list[Tool]:
     return [McpTool(server, tool, limits) for tool in listed.tools]
 
 
-def not_started(config: McpServerConfig, error: McpServerError) -> ConfigError:
+def not_started(config: McpServerConfig, error: Exception) -> ConfigError:
     """Return the error of a server that does not start or list its tools."""
     cause = str(error)
     if os.path.basename(config.origin) in ("npx", "uvx", "uv"):

@@ -12,7 +12,7 @@ A server has `command`, `args`, `env` and `cwd`, or `url` and `headers`. `${NAME
 
 `cwd` is relative to the file as well, may be read, and is where a command starts. Keys that steer
 the user interface of other clients are ignored. Every error is a `ConfigError` whose key has file,
-server and key; it never has the value of `env` or `headers`.
+server and key. What `${NAME}` stands for is a secret, which no message contains.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class McpServerConfig:
         return bool(self.command) and is_isolated and self.network is NetworkAccess.none
 
     def redact(self, text: str) -> str:
-        """Return the text without the values of `env` and `headers`."""
+        """Return the text without the values that `${NAME}` stands for."""
         for secret in self.secrets:
             text = text.replace(secret, "[hidden]")
         return text
@@ -249,7 +249,11 @@ class _ServerEntry:
         return tuple(values)
 
     def _get_values(self, name: str) -> dict[str, str]:
-        """Return `env` or `headers` with variables replaced; records the values as secrets."""
+        """Return `env` or `headers` with variables replaced.
+
+        What holds a variable is a secret. A literal value is none: it may be a word or a path that
+        the policy has to read in an answer.
+        """
         values = {}
         for key, template in self._get(name, dict, {}).items():
             where = f"{self._key}, {name}.{key}"
@@ -265,7 +269,8 @@ class _ServerEntry:
                 return value
 
             values[key] = _VARIABLE.sub(replace, template)
-            self._add_secret(values[key])
+            if values[key] != template:
+                self._add_secret(values[key])
         return values
 
     def _add_secret(self, value: str) -> None:

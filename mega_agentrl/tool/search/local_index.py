@@ -161,6 +161,19 @@ def iter_corpus(path: Path) -> Iterator[Document]:
         raise ConfigError("tool.search.source", str(path), "at least one line", "no documents")
 
 
+def field_text(value: Any) -> str:
+    """Return a field of a document as the policy reads it; null is an empty text.
+
+    Raises:
+        TypeError: the value is neither a text nor a number nor null.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TypeError(f"got {type(value).__name__}, expected a text, a number or null")
+    return str(value)
+
+
 def _index_schema() -> Any:
     builder = tantivy.SchemaBuilder()
     builder.add_text_field("id", stored=True, tokenizer_name="raw")
@@ -190,7 +203,13 @@ def _parse_corpus_line(line: bytes, where: str) -> Document:
     if missing:
         expected = "an object with id, title and text"
         raise InputError(where, f"one without {sorted(missing)}", expected)
-    return Document(doc_id=str(row["id"]), title=str(row["title"]), text=str(row["text"]))
+    fields: dict[str, str] = {}
+    for key in ("id", "title", "text"):
+        try:
+            fields[key] = field_text(row[key])
+        except TypeError as error:
+            raise InputError(f"{where}, {key}", row[key], "a text, a number or null") from error
+    return Document(doc_id=fields["id"], title=fields["title"], text=fields["text"])
 
 
 def open_or_build_index(

@@ -4,8 +4,8 @@
 "return_scores": true}`, answered by `{"result": [[{"document": {"contents": c}, "score": s},
 ...]]}` with c = title, newline, text. `web` is the format of Serper and Bing: GET with `q` and
 `num` (`count`), the key in a header, answered by `{"organic": [{"title", "link", "snippet"}]}`
-(`webPages.value` with `name` and `url`). Both requests only read, so they may be repeated. Proxies
-of the environment are not used.
+(`webPages.value` with `name` and `url`). Documents that are null or empty are left out. Both
+requests only read, so they may be repeated. Proxies of the environment are not used.
 
 To add an API, add a value to `config.enums.SearchBackend`, its request and the parser of its
 response here, and a case to `tests/tool/search/test_remote_search.py`.
@@ -23,7 +23,7 @@ import httpx
 from mega_agentrl.config.enums import SearchBackend
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.tool.base import ToolInputError
-from mega_agentrl.tool.search.local_index import Document
+from mega_agentrl.tool.search.local_index import Document, field_text
 from mega_agentrl.tool.web.request_cache import RequestCache, cache_key, normalize_query
 from mega_agentrl.tool.web.retry import RequestRetrier, raise_for_status, read_body
 from mega_agentrl.types.serialization import from_builtins, to_builtins
@@ -153,23 +153,35 @@ class RemoteSearch:
 
 
 def _parse_retrieval_response(payload: Any, top_k: int) -> list[Document]:
-    documents: list[Document] = []
-    for entry in payload["result"][0][:top_k]:
-        document = entry.get("document", entry)
-        title, newline, text = str(document["contents"]).partition("\n")
+    entries = [entry for entry in payload["result"][0] or () if entry is not None]
+    documents = [entry.get("document", entry) for entry in entries]
+    documents = [document for document in documents if document is not None]
+    if documents and not any("contents" in document for document in documents):
+        raise KeyError("contents")
+    found: list[Document] = []
+    for document in documents:
+        title, newline, text = field_text(document.get("contents")).partition("\n")
         if not newline:
             title, text = "", title
         title = title.strip().strip('"')
-        documents.append(Document(doc_id=str(document.get("id", "")), title=title, text=text))
-    return documents
+        if title or text.strip():
+            found.append(Document(doc_id=field_text(document.get("id")), title=title, text=text))
+    return found[:top_k]
 
 
 def _parse_web_response(payload: Any, top_k: int) -> list[Document]:
-    rows = payload["organic"] if "organic" in payload else payload["webPages"]["value"]
-    documents: list[Document] = []
-    for row in rows[:top_k]:
-        url = str(row.get("link") or row.get("url") or "")
-        title = str(row.get("title") or row.get("name") or "")
-        text = str(row.get("snippet") or "")
-        documents.append(Document(doc_id=url, title=title, text=text, url=url))
-    return documents
+    if "organic" in payload:
+        rows = payload["organic"]
+    elif payload.get("_type") == "SearchResponse":  # Bing leaves the pages out if there are none
+        rows = (payload.get("webPages") or {}).get("value")
+    else:
+        rows = payload["webPages"]["value"]
+    found: list[Document] = []
+    for row in rows or ():
+        url, title, text = (
+            next(filter(None, (field_text(row.get(key)) for key in keys)), "") if row else ""
+            for keys in (("link", "url"), ("title", "name"), ("snippet",))
+        )
+        if url or title or text:
+            found.append(Document(doc_id=url, title=title, text=text, url=url))
+    return found[:top_k]

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import anyio
+import mcp_types
 import pytest
 from mcp.shared.memory import create_client_server_memory_streams
+from mcp.shared.message import SessionMessage
 
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.tool.mcp.connection import McpConnection
@@ -50,6 +52,31 @@ def in_memory(server=example_server.server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(McpConnection, "_transport", transport)
         yield
+
+
+class RawServer:
+    """A server that lists these tools as they are, which the SDK's own would not send."""
+
+    def __init__(self, tools):
+        self._tools = tools
+
+    def create_initialization_options(self):
+        pass
+
+    async def run(self, reader, writer, options):
+        async for message in reader:
+            request = message.message
+            if not isinstance(request, mcp_types.JSONRPCRequest):
+                continue
+            result = {"tools": self._tools}
+            if request.method == "initialize":
+                result = {
+                    "protocolVersion": request.params["protocolVersion"],
+                    "capabilities": {"tools": {}},
+                    "serverInfo": {"name": "raw", "version": "1"},
+                }
+            answer = mcp_types.JSONRPCResponse(jsonrpc="2.0", id=request.id, result=result)
+            await writer.send(SessionMessage(answer))
 
 
 async def _serve(server, reader, writer):

@@ -1,17 +1,19 @@
 """The tools of a server before the run: pages, names, choices, and servers that do not start."""
 
-import mcp_types
+import asyncio
+
 import pytest
-from mcp.server import Server
 
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.tools import ToolConfig
+from mega_agentrl.tool.base import ToolInputError
+from mega_agentrl.tool.function_schema import FunctionSchema
 from mega_agentrl.tool.mcp.listing import choose_names, list_servers
 from mega_agentrl.tool.toolkit import build_toolkit, load_mcp_servers
 from tests.fakes import CharCodec
 from tests.tool.mcp.example_server import TOOLS
-from tests.tool.mcp.servers import EXAMPLE, SECRET, in_memory, write_servers
+from tests.tool.mcp.servers import EXAMPLE, VARIABLES, RawServer, in_memory, write_servers
 
 
 def names(listed):
@@ -72,7 +74,11 @@ def test_an_unknown_tool_is_named_with_the_nearest(tmp_path):
         pytest.param({"command": "no-such"}, "no-such", "PATH=", id="no-program"),
         pytest.param({"args": ["nowhere.py"]}, "python", "nowhere.py", id="no-script"),
         pytest.param(
-            {"command": "sh", "args": ["-c", "echo bad $TOKEN >&2"], "env": {"TOKEN": SECRET}},
+            {
+                "command": "sh",
+                "args": ["-c", "echo bad $TOKEN >&2"],
+                "env": {"TOKEN": "${EXAMPLE_TOKEN}"},
+            },
             "sh",
             "bad [hidden]",
             id="ends-at-once",
@@ -90,7 +96,7 @@ def test_a_server_that_does_not_start_is_named(tmp_path, monkeypatch, changes, g
     monkeypatch.setattr("mega_agentrl.tool.mcp.connection.MAX_MESSAGE_BYTES", 1 << 20)
     path = write_servers(tmp_path, mine=EXAMPLE | changes)
     with pytest.raises(ConfigError) as caught:
-        list_servers(path, {})
+        list_servers(path, VARIABLES)
     assert caught.value.key == f"tool.mcp={path}, server mine"
     assert caught.value.got == got
     assert cause in caught.value.cause
@@ -104,18 +110,174 @@ def test_a_silent_server_is_ended_at_the_deadline(tmp_path, monkeypatch):
     assert "no handshake within 0.5 s" in caught.value.cause
 
 
-async def list_odd_tools(ctx, params):
-    odd = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
-    schemas = {"odd": odd, "even": {"type": "object"}}
-    tools = [mcp_types.Tool(name=name, input_schema=schema) for name, schema in schemas.items()]
-    return mcp_types.ListToolsResult(tools=tools)
+STRING = {"type": "string"}
+PAIR = {"type": "array", "items": [{"type": "string"}, {"type": "number"}]}
+PEOPLE = {"$ref": "#/$defs/Person"}
+PERSON = {"Person": {"type": "object", "properties": {"name": STRING}, "required": ["name"]}}
 
 
-def test_a_tool_with_an_invalid_schema_is_refused_and_can_be_excluded(tmp_path):
-    with in_memory(Server("odd", on_list_tools=list_odd_tools)):
-        path = write_servers(tmp_path, odd=EXAMPLE)
-        with pytest.raises(ConfigError) as caught:
-            list_servers(path, {})
-        assert caught.value.key.endswith("server odd, tool odd")
-        path = write_servers(tmp_path, odd=EXAMPLE | {"exclude": ["odd"]})
-        assert names(list_servers(path, {})) == [["even"]]
+def listed_raw(folder, tools, **changes):
+    with in_memory(RawServer(tools)):
+        return list_servers(write_servers(folder, raw=EXAMPLE | changes), VARIABLES)
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "wrong"),
+    [
+        pytest.param({}, {"a": 1}, None, id="empty"),
+        pytest.param(None, {"a": 1}, None, id="null"),
+        pytest.param({"type": "object", "properties": None}, {"a": 1}, None, id="null-properties"),
+        pytest.param({"properties": {"a": STRING}}, {"a": "x"}, {"a": 1}, id="no-type"),
+        pytest.param({"type": ["object", "null"]}, {"a": 1}, None, id="two-types"),
+        pytest.param(
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": STRING}, "required": ["a"]},
+                    {"type": "object", "properties": {"b": STRING}, "required": ["b"]},
+                ]
+            },
+            {"b": "x"},
+            {"c": "x"},
+            id="one-of-at-the-top",
+        ),
+        pytest.param(
+            {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"a": 1}, {}, id="any-of-at-top"
+        ),
+        pytest.param(
+            {
+                "$schema": "http://json-schema.org/draft-07/schema#",
+                "type": "object",
+                "properties": {"a": PAIR},
+            },
+            {"a": ["x", 1]},
+            {"a": [1, "x"]},
+            id="draft-07-tuple",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": PAIR}},
+            {"a": ["x", 1]},
+            {"a": [1, "x"]},
+            id="tuple-without-a-draft",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": {"type": "string", "pattern": r"^\p{L}+$"}}},
+            {"a": "x"},
+            {"a": 1},
+            id="javascript-class",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": STRING | {"pattern": r"^(?<year>\d{4})$"}}},
+            {"a": "x"},
+            {"a": 1},
+            id="javascript-group",
+        ),
+        pytest.param(
+            {
+                "type": "object",
+                "patternProperties": {"^\\p{L}": STRING, "^a": STRING},
+                "additionalProperties": False,
+            },
+            {"a": "x"},
+            {"a": 1},
+            id="javascript-name",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": STRING | {"pattern": "^[a-z]$"}}},
+            {"a": "x"},
+            {"a": "X"},
+            id="common-pattern",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"pattern": STRING}, "required": ["pattern"]},
+            {"pattern": "("},
+            {"pattern": 1},
+            id="parameter-pattern",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": PEOPLE}, "$defs": PERSON},
+            {"a": {"name": "x"}},
+            {"a": "x"},
+            id="reference",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": STRING}, "examples": [{"a": 1}]},
+            {"a": "x"},
+            {"a": 1},
+            id="wrong-example",
+        ),
+    ],
+)
+async def test_schemas_are_taken_as_servers_write_them(tmp_path, schema, arguments, wrong):
+    tools = [{"name": "odd", "inputSchema": schema}]
+    listed = await asyncio.to_thread(listed_raw, tmp_path, tools)
+    kit = build_toolkit(ToolConfig(), CharCodec(), mcp_servers=listed, protocol=CallProtocol.hermes)
+    parameters = kit.schemas(["odd"])["odd"]["function"]["parameters"]
+    assert parameters["type"] == "object" and isinstance(parameters["properties"], dict)
+    checked = FunctionSchema(kit.schemas(["odd"])["odd"], "here")
+    assert checked.validate_arguments(arguments) == arguments
+    if wrong is not None:
+        with pytest.raises(ToolInputError):
+            checked.validate_arguments(wrong)
+
+
+def test_a_tool_without_a_schema_takes_anything(tmp_path):
+    (server,) = listed_raw(tmp_path, [{"name": "now", "description": None, "title": "Time"}])
+    (tool,) = server.tools
+    assert (tool.description, tool.is_read_only) == ("Time", False)
+    assert tool.parameters == {"type": "object", "properties": {}}
+
+
+GOOD = {"name": "even", "inputSchema": {"type": "object"}, "annotations": {"readOnlyHint": True}}
+ODD = {"type": "object", "properties": {"a": {"type": "nonsense"}}}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param({"name": "odd", "inputSchema": ODD}, id="no-schema"),
+        pytest.param({"name": "odd", "inputSchema": {"type": "string"}}, id="text"),
+        pytest.param({"name": "odd", "inputSchema": True}, id="no-object"),
+        pytest.param({"name": "odd", "inputSchema": {"$ref": "#/$defs/No"}}, id="no-reference"),
+        pytest.param(
+            {"name": "odd", "inputSchema": {"properties": {"a": {"$ref": "https://x.example/y"}}}},
+            id="reference-elsewhere",
+        ),
+        pytest.param(
+            {"name": "odd", "inputSchema": {"required": ["a"], "additionalProperties": False}},
+            id="no-call",
+        ),
+        pytest.param({"name": "", "inputSchema": {}}, id="no-name"),
+        pytest.param({"name": "even", "inputSchema": {"required": ["x"]}}, id="same-name"),
+        pytest.param("odd", id="no-tool"),
+    ],
+)
+def test_a_tool_that_cannot_be_used_is_left_out_by_name_and_the_others_are_used(
+    tmp_path, caplog, odd
+):
+    (server,) = listed_raw(tmp_path, [GOOD, odd])
+    assert [tool.name for tool in server.tools] == ["even"] and server.tools[0].is_read_only
+    (record,) = caplog.records
+    assert record.args[:2] == (server.config.key, odd.get("name") if odd != "odd" else None)
+
+
+def test_a_tool_that_is_excluded_is_not_checked(tmp_path, caplog):
+    odd = {"name": "odd", "inputSchema": ODD}
+    assert names(listed_raw(tmp_path, [odd, GOOD], exclude=["odd"])) == [["even"]]
+    assert names(listed_raw(tmp_path, [odd, GOOD], include=["even"])) == [["even"]]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "got"),
+    [
+        pytest.param({"include": ["odd"]}, ", tool odd", "odd", id="included-by-name"),
+        pytest.param({"exclude": ["even"]}, "", ["odd", "even"], id="none-left"),
+    ],
+)
+def test_a_server_without_the_tools_that_the_file_asks_for_is_refused(
+    tmp_path, changes, place, got
+):
+    with pytest.raises(ConfigError) as caught:
+        listed_raw(tmp_path, [{"name": "odd", "inputSchema": ODD}, GOOD], **changes)
+    assert caught.value.key == f"tool.mcp={tmp_path}/mcp.json, server raw{place}"
+    assert caught.value.got == got and "nonsense" in caught.value.cause

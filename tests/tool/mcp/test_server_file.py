@@ -54,6 +54,19 @@ def test_entries_of_other_clients_are_read(tmp_path):
     assert "t0p-secret" not in repr([program, web])
 
 
+def test_only_what_stands_for_a_variable_is_a_secret(tmp_path):
+    """A literal value is a folder or a word, which the policy has to read in answers."""
+    (program,) = read(
+        tmp_path, a={"command": "b", "env": {"ROOT": "/srv/documents", "KEY": "${TOKEN}"}}
+    )
+    text = "Listing of /srv/documents with t0p-secret"
+    assert program.redact(text) == "Listing of /srv/documents with [hidden]"
+    (web,) = read(
+        tmp_path, a={"url": "http://b", "headers": {"Accept": "application/json", "X": "a${TOKEN}"}}
+    )
+    assert web.redact("no application/json, at0p-secret") == "no application/json, [hidden]"
+
+
 @pytest.mark.parametrize(
     ("entry", "key", "got"),
     [

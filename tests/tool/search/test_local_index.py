@@ -82,9 +82,16 @@ def test_corpus_is_read(tmp_path):
     assert list(iter_corpus(path)) == [Document(doc_id="1", title="t", text="x")]
 
 
+def test_a_null_in_the_corpus_is_an_empty_text(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": null, "title": null, "text": 3.5}', encoding="utf-8")
+    assert list(iter_corpus(path)) == [Document(doc_id="", title="", text="3.5")]
+
+
 @pytest.mark.parametrize(
     ("content", "name"),
     [
+        pytest.param('{"id": 1, "title": "t", "text": ["x"]}', "={path}, line 1, text", id="list"),
         pytest.param('{"id": 1, "title": "t"}\n', "={path}, line 1", id="no_text"),
         pytest.param(
             '{"id": 1, "title": "t", "text": ""}\n[1]\n', "={path}, line 2", id="no_object"

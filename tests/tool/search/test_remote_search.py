@@ -87,6 +87,56 @@ async def test_bad_queries_are_not_asked():
     assert server.requests == []
 
 
+FULL = {"id": "1", "contents": "t\nx"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        pytest.param([{"document": {"contents": None}}], [], id="null contents"),
+        pytest.param(
+            [{"document": None}, {"document": FULL}], [("1", "t", "x")], id="null document"
+        ),
+        pytest.param([None, FULL], [("1", "t", "x")], id="null entry"),
+        pytest.param(None, [], id="null list"),
+        pytest.param([], [], id="no entry"),
+        pytest.param([{"id": "2"}, FULL], [("1", "t", "x")], id="missing contents"),
+        pytest.param([{"id": "2", "contents": " \n "}, FULL], [("1", "t", "x")], id="blank"),
+        pytest.param([{"id": None, "contents": "x"}], [("", "", "x")], id="null id"),
+        pytest.param([{"id": 7, "contents": 3.5}], [("7", "", "3.5")], id="numbers"),
+        pytest.param([{"contents": "t\n"}], [("", "t", "")], id="title alone"),
+    ],
+)
+async def test_what_a_retrieval_server_lacks_is_left_out(entries, expected):
+    with serving(answering({"result": [entries]})) as server:
+        found = await remote(server).search("q", 1)
+    assert [(document.doc_id, document.title, document.text) for document in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        pytest.param({"organic": None}, [], id="null"),
+        pytest.param(
+            {"organic": [None, {}, {"title": None, "link": None, "snippet": "x"}]},
+            [("", "x", "")],
+            id="null fields",
+        ),
+        pytest.param(
+            {"organic": [{"title": None, "name": "n", "link": "u", "snippet": 5}]},
+            [("n", "5", "u")],
+            id="number",
+        ),
+        pytest.param({"_type": "SearchResponse", "queryContext": {}}, [], id="no pages"),
+        pytest.param({"_type": "SearchResponse", "webPages": None}, [], id="null pages"),
+    ],
+)
+async def test_what_a_web_search_lacks_is_left_out(body, expected):
+    with serving(answering(body)) as server:
+        found = await remote(server, SearchBackend.web).search("q", 3)
+    assert [(document.title, document.text, document.url) for document in found] == expected
+
+
 async def test_failures_are_not_cached_and_answers_are(tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "NUM_RETRIES", 0)
     replies = [Reply(status=500), Reply(status=404), Reply(b"nonsense"), answering(RETRIEVED)(None)]
@@ -129,7 +179,20 @@ async def test_a_status_of_the_server_is_no_error_of_the_policy(status):
 
 
 @pytest.mark.parametrize(
-    "body", [b"[]", b'{"result": []}', b'{"result": [[{"document": {}}]]}', b"\xff", b"{"]
+    "body",
+    [
+        b"[]",
+        b'{"result": []}',
+        b'{"result": [[{"document": {}}]]}',
+        b'{"result": [[{"document": {"id": "1"}}]]}',
+        b'{"result": [[{"document": {"contents": ["a"]}}]]}',
+        b'{"result": [[{"document": {"contents": true}}]]}',
+        b'{"result": [["a"]]}',
+        b'{"result": null}',
+        b"null",
+        b"\xff",
+        b"{",
+    ],
 )
 async def test_a_malformed_body_is_no_error_of_the_policy(body):
     with serving(answering(body)) as server:
