@@ -8,6 +8,8 @@ hold none.
 `match="bfcl"` compares strings in arguments as BFCL's checker does: it ignores case, spaces and the
 characters `,./-_*^`, and treats single and double quotes alike.
 
+A ground truth may accept several values of an argument (`accepted_calls`).
+
 `match="string"` is the published rule: the response contains `<think>`, `</think>` and text that
 matches `_CALL_PATTERN`, and the text after the last `</think>` equals the ground truth up to
 whitespace. Key order and quotes matter.
@@ -19,17 +21,12 @@ raises one.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import FunctionCallMatch
 from mega_agentrl.errors import InputError
-from mega_agentrl.reward.call_parser import (
-    CallParseError,
-    FunctionCall,
-    NormalizedValue,
-    parse_calls,
-)
+from mega_agentrl.reward.accepted_calls import AcceptedCall, calls_match, parse_expected_calls
+from mega_agentrl.reward.call_parser import CallParseError, NormalizedValue, parse_calls
 from mega_agentrl.reward.registry import assistant_text, register_reward
 from mega_agentrl.types.records import Score
 
@@ -78,9 +75,9 @@ def score(
         calls = parse_calls(answer)
     except CallParseError as error:
         return _binary_score(False, answer, f"bad format: {error}")
-    lenient = match == "bfcl"
+    normalize = _normalize_for_bfcl if match == "bfcl" else _unchanged
     if any(
-        _calls_match(calls, expected, ordered=ordered, lenient=lenient)
+        calls_match(calls, expected, ordered=ordered, normalize=normalize)
         for expected in expected_calls
     ):
         return _binary_score(True, answer, f"the {len(calls)} expected calls")
@@ -118,9 +115,9 @@ def _string_score(solution: str, answer: str, truths: Sequence[str]) -> Score:
     return _binary_score(is_equal, answer, reason)
 
 
-def _parse_ground_truth(truth: str) -> list[FunctionCall]:
+def _parse_ground_truth(truth: str) -> list[AcceptedCall]:
     try:
-        calls = parse_calls(truth)
+        calls = parse_expected_calls(truth)
     except CallParseError as error:
         raise InputError("ground_truth", truth, "calls", str(error)) from error
     if not calls and truth.strip() not in ("", "[]"):
@@ -128,18 +125,8 @@ def _parse_ground_truth(truth: str) -> list[FunctionCall]:
     return calls
 
 
-def _calls_match(
-    calls: list[FunctionCall], expected: list[FunctionCall], *, ordered: bool, lenient: bool
-) -> bool:
-    if lenient:
-        calls = [_normalize_call_for_bfcl(call) for call in calls]
-        expected = [_normalize_call_for_bfcl(call) for call in expected]
-    return calls == expected if ordered else Counter(calls) == Counter(expected)
-
-
-def _normalize_call_for_bfcl(call: FunctionCall) -> FunctionCall:
-    arguments = tuple((name, _normalize_for_bfcl(value)) for name, value in call.arguments)
-    return FunctionCall(call.name, arguments)
+def _unchanged(value: NormalizedValue) -> NormalizedValue:
+    return value
 
 
 def _normalize_for_bfcl(value: NormalizedValue) -> NormalizedValue:
