@@ -14,7 +14,7 @@ NOT_SLOW := not gpu and not slurm and not slow and not tools
 # With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
 GPU_TESTS := tests/gpu tests/actor tests/reshard/transports
 
-.PHONY: help env model smoke train preflight report compare scoreboard test test-all test-extended test-tools test-gpu test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare scoreboard test test-all test-extended test-tools test-peers test-gpu test-slurm test-slow lint clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -63,6 +63,14 @@ test-extended: env ## run what `make test-all` has beyond `make test`
 
 test-tools: env ## run each script under tools/ in a small form (PART=K/N: part K of N, from 0)
 	@$(PY) -m pytest -m "tools and not gpu" $(if $(PART),--part $(PART)) tests/tools $(ARGS)
+
+test-peers: env build/peers/.installed ## compare algorithms, rewards and parsers with verl, TRL, OpenRLHF, bfcl-eval and math-verify
+	@$(PY) -m tests.peers build/peers $(ARGS)
+
+build/peers/.installed: tests/peers/requirements.txt
+	@rm -rf build/peers
+	@$(PY) -m pip install -q --no-deps --no-compile --target build/peers -r $<
+	@touch $@
 
 test-gpu: $(if $(filter .venv/%,$(PY)),env) ## run the GPU tests that this machine can run, list the others with the reason (PY=python3: without .venv)
 	@$(PY) -m pytest -m "gpu and not slurm" -rs $(GPU_TESTS) $(ARGS)

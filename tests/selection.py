@@ -22,7 +22,7 @@ UNITS_S = {
     ("rollout",): (50, 5),
     ("train",): (25, 15),
     ("data",): (30, 0),
-    ("algo", "batch", "numerics", "types", "vision"): (20, 0),
+    ("algo", "batch", "numerics", "packages", "peers", "types", "vision"): (20, 0),
     ("report",): (10, 10),
 }
 """Folders whose tests share processes or slow imports, with their seconds beside two other lanes.
