@@ -16,9 +16,10 @@ import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -42,6 +43,7 @@ from mega_agentrl.config.override_keys import (
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.config.sections.agent import AGENT_OUTPUT_LOGGER
 from mega_agentrl.config.sweep_overrides import without_swept
 from mega_agentrl.report.config_diff import complete_settings
 from mega_agentrl.report.run_start import append_start
@@ -67,6 +69,9 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_RESTART = 75
+_REQUEST_LOGGERS = ("httpx", "httpcore", "openai", "anthropic", "mcp", "LiteLLM")
+"""Loggers of libraries that write a line for each request."""
+_MAX_AGENT_LOG_BYTES = 16 << 20
 
 
 def _fail(message: object, code: int) -> NoReturn:
@@ -109,8 +114,20 @@ def _set_up_file_logging(run_dir: Path) -> None:
         force=True,
     )
     logging.captureWarnings(True)
+    for name in _REQUEST_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     # In a sweep this process may run several jobs.
     logging.getLogger("mega_agentrl").handlers = [TerminalWarnings()]
+    output = logging.getLogger(AGENT_OUTPUT_LOGGER)
+    output.propagate = False
+    output.handlers = [
+        RotatingFileHandler(
+            run_dir / "logs" / "agents.log",
+            maxBytes=_MAX_AGENT_LOG_BYTES,
+            backupCount=3,
+            delay=True,
+        )
+    ]
 
 
 def run(composed: DictConfig) -> float:
@@ -137,8 +154,7 @@ def run(composed: DictConfig) -> float:
 
 def _settings_text(composed: DictConfig) -> str:
     """Return all settings as yaml, with the options of the algorithm that are not set."""
-    settings = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
-    assert isinstance(settings, dict)
+    settings: Any = OmegaConf.to_container(composed, resolve=True, enum_to_str=True)
     return OmegaConf.to_yaml(OmegaConf.create(complete_settings(settings)))
 
 
@@ -163,7 +179,11 @@ def _open_run_dir(config: TrainConfig, settings: str, stack: ExitStack) -> None:
     if renamed_dir is not None:
         print(f"moved the earlier run in {run_dir} to {renamed_dir}")
     choices = hydra_config.runtime.choices
-    presets = {group: str(choices[group]) for group in choices if not group.startswith("hydra/")}
+    presets = {
+        group: str(option)
+        for group, option in choices.items()
+        if option is not None and not group.startswith("hydra/")
+    }
     append_start(run_dir, collect_start(hydra_config.overrides.task, presets))
 
 

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from mega_agentrl import cli
 from mega_agentrl.cli import EXIT_FAILED, EXIT_RESTART, describe_failure, describe_interruption
+from mega_agentrl.config.override_keys import parse_command_line
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime.remote_calls import ModelRankDiedError, ProcessDiedError
 from mega_agentrl.train.output.report_page import FAILED_TIMEOUT_S, INTERRUPTED_TIMEOUT_S
@@ -70,12 +72,58 @@ def test_a_refused_command_leaves_no_run_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+SETTINGS = {"run_dir": "runs/default", "resume": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "created"),
+    [
+        (["seed=2"], ["runs/default"]),
+        (["hydra.run.dir=elsewhere"], ["elsewhere"]),
+        (["-m", "seed=1,2", "hydra.sweep.dir=elsewhere"], ["elsewhere"]),
+        (["-m", "seed=1,2", "hydra.run.dir=elsewhere"], ["runs/default"]),
+        (["hydra.run.dir=at-${now:%H}"], []),
+    ],
+    ids=["run_dir", "hydra_run_dir", "hydra_sweep_dir", "sweep_with_run_dir", "interpolation"],
+)
+def test_only_the_folder_that_the_run_gets_is_created(tmp_path, monkeypatch, arguments, created):
+    monkeypatch.chdir(tmp_path)
+    cli._check_run_dir(parse_command_line(arguments), OmegaConf.create(SETTINGS))
+    folders = [path for path in tmp_path.rglob("*") if path.is_dir() and not any(path.iterdir())]
+    assert [str(path.relative_to(tmp_path)) for path in folders] == created
+
+
+def test_a_sweep_after_a_run_of_the_same_experiment_moves_it_aside(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.yaml", "metrics.jsonl", "summary.json"):
+        path = tmp_path / "runs" / "default" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    cli._check_run_dir(parse_command_line(["-m", "seed=1,2"]), OmegaConf.create(SETTINGS))
+    assert (tmp_path / "runs" / "default.1" / "summary.json").exists()
+    assert list((tmp_path / "runs" / "default").iterdir()) == []
+    assert "runs/default.1" in capsys.readouterr().out
+
+
+def test_steps_that_epochs_amount_to_are_checked(monkeypatch):
+    checked = []
+    monkeypatch.setattr(cli, "check_config", checked.append)
+    config = TrainConfig(total_epochs=3)
+    found = cli._set_total_steps(config, 78)
+    assert (found.total_steps, found.total_epochs, config.total_steps) == (78, 3, 100)
+    assert [(one.total_steps, one.total_epochs) for one in checked] == [(78, 0)]
+
+
 def test_messages_and_warnings_go_to_the_file_of_the_driver(tmp_path):
     script = f"""
 import logging, pathlib, warnings
 from mega_agentrl import cli
 cli._set_up_file_logging(pathlib.Path({str(tmp_path)!r}))
 logging.getLogger("some.library").info("loaded")
+for library in ("httpx", "openai._base_client", "mcp.server.lowlevel.server"):
+    logging.getLogger(library).info("HTTP Request: POST")
+    logging.getLogger(library).warning("%s retries", library)
+logging.getLogger("mega_agentrl.agent_output").info("p0/3/0, exit code 0, end of stdout: step 3")
 warnings.warn("old option")
 """
     ended = subprocess.run(
@@ -83,6 +131,8 @@ warnings.warn("old option")
     )
     text = (tmp_path / "logs" / "driver.log").read_text()
     assert "some.library INFO loaded" in text and "old option" in text
+    assert "HTTP Request" not in text and "httpx retries" in text  # one line per request is noise
+    assert "step 3" in (tmp_path / "logs" / "agents.log").read_text() and "step 3" not in text
     assert not ended.stderr
 
 
@@ -140,6 +190,7 @@ READS_INPUTS = """
 import time
 from pathlib import Path
 from mega_agentrl import cli
+from mega_agentrl.config.override_keys import parse_command_line
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime import inputs
 from mega_agentrl.runtime.cluster import ClusterConnection
