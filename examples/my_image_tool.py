@@ -4,10 +4,9 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from PIL import Image
-
 from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse
 from mega_agentrl.tool.function import run_in_thread
+from mega_agentrl.vision.loader import decode_rgb
 
 
 class Rotate(Tool):
