@@ -124,14 +124,7 @@ def build(
             codec=inputs.codec,
             rubric=rubric,
             reward_model=reward_model,
-            prompt_source=PromptSampler(
-                inputs.prompts,
-                config.seed,
-                weights=inputs.prompt_weights,
-                order=config.data.order,
-                files=inputs.prompt_files,
-                accept_changed_rows=config.data.accept_changed_rows,
-            ),
+            prompt_source=_open_prompt_source(inputs, config),
             critic=critic,
             validation_prompts=inputs.validation,
             dev_prompts=inputs.dev,
@@ -151,6 +144,17 @@ def build(
                 gpu_name=policy.gpu_name(),
             ),
         )
+
+
+def _open_prompt_source(inputs: RunInputs, config: TrainConfig) -> PromptSampler:
+    return PromptSampler(
+        inputs.prompts,
+        config.seed,
+        weights=inputs.prompt_weights,
+        order=config.data.order,
+        files=inputs.prompt_files,
+        accept_changed_rows=config.data.accept_changed_rows,
+    )
 
 
 def _start_gateway(
