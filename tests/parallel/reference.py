@@ -148,7 +148,12 @@ def policy_loss(
         logp_BT, batch.ref_logp_BT, str(algo.kl_estimator)
     )
     loss_BT = loss_BT - algo.entropy_coef * entropy_BT
-    return aggregate(loss_BT, batch.mask_BT, str(algo.loss_aggregation))
+    return aggregate(
+        loss_BT,
+        batch.mask_BT,
+        str(algo.loss_aggregation),
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
 
 
 def sft_curve(model: Any, batch: TrainBatch, config: TrainConfig) -> list[float]:
