@@ -365,7 +365,9 @@ def loss_denominator(
     is_trained_B = mask_BT.bool().any(dim=1)
     count = is_trained_B.sum()
     if trajectory_B is not None:
-        count = torch.tensor(len(trajectory_B[is_trained_B].unique()), device=mask_BT.device)
+        count = torch.tensor(
+            torch.unique(trajectory_B[is_trained_B]).numel(), device=mask_BT.device
+        )
     number = count.clamp(min=1).float()
     if mode != "seq_sum_norm":
         return number
