@@ -30,7 +30,11 @@ from mega_agentrl.rollout.gateway.chat import (
 from mega_agentrl.rollout.gateway.encoding import BlockEncoder
 from mega_agentrl.rollout.gateway.ignored_fields import RequestCounts
 from mega_agentrl.rollout.generation.interruptible import merge_generations, truncate_generation
-from mega_agentrl.rollout.generation.turn_generator import generate_or_abort, request_seed
+from mega_agentrl.rollout.generation.turn_generator import (
+    generate_or_abort,
+    request_failure,
+    request_seed,
+)
 from mega_agentrl.types.errors import RankLostError
 from mega_agentrl.types.protocols import ChatCodec
 from mega_agentrl.types.records import (
@@ -150,7 +154,7 @@ class AgentSession:
         self._spent: StopReason | None = None
         self._has_sent_stop = False
         self._last_finish: FinishReason | None = None
-        self._failed_blocks: dict[Block, str] = {}
+        self._failed_blocks: dict[Block, tuple[StopReason, str]] = {}
         self._undelivered: dict[Block, dict[str, asyncio.Task[ChatAnswer]]] = {}
         self._running: dict[str, asyncio.Task[ChatAnswer]] = {}
         self._engine_ids: set[str] = set()
@@ -296,7 +300,8 @@ class AgentSession:
     def stop_reason(self) -> StopReason:
         """Why the session ended, if its agent did not fail."""
         if self._failed_blocks:
-            return StopReason.aborted
+            reasons = [reason for reason, _ in self._failed_blocks.values()]
+            return min(reasons, key=lambda reason: reason is StopReason.aborted)
         if self._spent is not None:
             return self._spent
         match self._last_finish:
@@ -341,7 +346,7 @@ class AgentSession:
     @property
     def failure(self) -> str:
         """Why a request failed that was not answered later; empty if none did."""
-        return next(iter(self._failed_blocks.values()), "")
+        return next((text for _, text in self._failed_blocks.values()), "")
 
     def _continued(self, request: ChatRequest) -> ChatRequest:
         """Return a request whose messages begin with the conversation that it continues.
@@ -444,13 +449,14 @@ class AgentSession:
             self._set_fatal(error)
             raise GatewayError(ErrorKind.engine_failed, "the run restarts") from error
         except INFRA_ERRORS as error:
-            self._failed_blocks[pending.block] = str(error)
+            self._failed_blocks[pending.block] = request_failure(error), str(error)
             _log.warning("%s: %s", pending.name, error)
             raise GatewayError(ErrorKind.engine_failed, f"the engine failed: {error}") from error
         is_aborted = generation.finish_reason is FinishReason.aborted
         if is_aborted and not (self._is_closed and generation.token_ids):
-            self._failed_blocks[pending.block] = "the engine aborted the request"
-            raise GatewayError(ErrorKind.engine_failed, "the engine aborted the request")
+            text = "the engine aborted the request"
+            self._failed_blocks[pending.block] = StopReason.aborted, text
+            raise GatewayError(ErrorKind.engine_failed, text)
         return generation
 
     def _set_fatal(self, error: BaseException) -> None:

@@ -21,6 +21,7 @@ from mega_agentrl.rollout.agents.agent_loop import AgentLoop
 from mega_agentrl.rollout.agents.function import FunctionAgent
 from mega_agentrl.rollout.agents.host import AgentHost
 from mega_agentrl.rollout.agents.policy_errors import PolicyErrors
+from mega_agentrl.rollout.metrics.failures import count_failures
 from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.toolkit import ToolKit
@@ -258,6 +259,20 @@ async def test_engine_failure_is_masked_unless_a_retry_succeeds(codec):
     (trajectory,) = (await grow(codec, gives_up, policy=all_die, group_size=1)).trajectories
     assert trajectory.stop_reason is StopReason.aborted
     assert "engine 0 died" in trajectory.failure_reason
+
+
+async def test_an_endless_recursion_is_no_abort_by_the_engine_and_counts(codec):
+    class Endless(ChatPolicy):
+        async def generate(self, request):
+            raise RecursionError("maximum recursion depth exceeded")
+
+    async def gives_up(prompt, base_url, api_key):
+        with pytest.raises(RuntimeError, match="engine_failed"):
+            await post(base_url, api_key, "/chat/completions", {"messages": prompt, "model": "m"})
+
+    tree = await grow(codec, gives_up, policy=Endless(codec), group_size=1)
+    assert tree.trajectories[0].stop_reason is StopReason.tool_failure
+    assert count_failures([tree]).exceeds(0.5)
 
 
 async def test_lost_rank_ends_the_run_and_not_only_the_attempt(codec):

@@ -12,8 +12,9 @@ import pytest
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.gateway import server
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.dialects.base import make_call
 from mega_agentrl.types.errors import EngineLostError
-from mega_agentrl.types.records import Role, StopReason
+from mega_agentrl.types.records import Role, StopReason, ToolCall
 from tests.chat_models import save_tokenizer
 from tests.rollout.chat_run import call
 from tests.rollout.gateway.gateway_run import (
@@ -402,3 +403,25 @@ def wait_first(script):
         return await generate(request)
 
     script.generate = waiting
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("{}", {}),
+        ("", {}),
+        (" ", {}),
+        ("null", {}),
+        (None, {}),
+        ('"{}"', {}),
+        ({}, {}),
+        ('{"a": 1}', {"a": 1}),
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ({"a": 1}, {"a": 1}),
+        ("hello", {"_text": "hello"}),
+        ("[1]", {"_text": "[1]"}),
+        ('{"a": 1', {"_text": '{"a": 1'}),
+    ],
+)
+def test_arguments_in_a_history_are_read_as_the_policys_own(written, arguments):
+    assert make_call("now", written) == ToolCall(tool="now", arguments=arguments)

@@ -97,7 +97,7 @@ class _RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking
 class _ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | None = None
 
 
 class _ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):

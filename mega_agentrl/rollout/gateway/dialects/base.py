@@ -16,6 +16,7 @@ from mega_agentrl.rollout.gateway.chat import (
     index_of_call,
     invalid_request,
 )
+from mega_agentrl.tool.call_protocol.json_text import decode_nested
 from mega_agentrl.types.records import ToolCall
 from mega_agentrl.vision.placeholders import content_text
 
@@ -259,23 +260,18 @@ def decode_base64(data: str, key: str) -> bytes:
         raise invalid_request(key, data[:80], "base64") from error
 
 
-def parse_arguments(arguments: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the arguments of a call in a history, which may be JSON text.
+def make_call(name: str, arguments: str | Mapping[str, Any] | None) -> ToolCall:
+    """Return a call in a history, whose arguments may be JSON text or missing.
 
-    Text that is not a JSON object, which the policy may have written, is kept as `_text`.
+    They are read as the policy's own are, so that a client may write none as `{}`, null or an empty
+    text. Text that is not a JSON object, which the policy may have written, is kept as `_text`.
     """
-    if not isinstance(arguments, str):
-        return arguments
     try:
-        value = msgspec.json.decode(arguments or "{}")
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return {"_text": arguments}
-    return value if isinstance(value, dict) else {"_text": arguments}
-
-
-def make_call(name: str, arguments: str | Mapping[str, Any]) -> ToolCall:
-    """Return a call in a history."""
-    return ToolCall(tool=name, arguments=parse_arguments(arguments))
+        value = decode_nested(arguments)
+    except ValueError:
+        value = arguments
+    value = {} if value is None else value
+    return ToolCall(tool=name, arguments=value if isinstance(value, dict) else {"_text": arguments})
 
 
 def arguments_json(call: ToolCall) -> str:

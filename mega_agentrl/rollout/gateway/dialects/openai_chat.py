@@ -74,7 +74,7 @@ _REFUSED = {
 
 class _FunctionCall(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class _ToolCall(msgspec.Struct):

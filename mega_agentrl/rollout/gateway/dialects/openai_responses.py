@@ -76,7 +76,7 @@ class _MessageItem(msgspec.Struct):
 
 class _CallItem(msgspec.Struct):
     name: str
-    arguments: str
+    arguments: str | None = None
     call_id: str = ""
 
 
