@@ -100,13 +100,9 @@ class PageTextExtractor:
 
     def _start_once(self) -> None:
         with self._lock:
-            if self._is_started:
-                return
-            try:
+            if not self._is_started:
                 self._pool.start()
-            except ValueError as error:  # a `ValueError` would be an error of the policy
-                raise RuntimeError(f"browse: {error}") from error
-            self._is_started = True
+                self._is_started = True
 
 
 def parse_in_worker(body: str, charset: str) -> str:
