@@ -1,14 +1,10 @@
-"""An OpenEnv server whose environment echoes two messages; needs openenv."""
+"""An OpenEnv server whose environment echoes two messages; prints its address. Needs openenv."""
 
-import threading
-import time
+import socket
 import uuid
-from contextlib import contextmanager
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-
-START_TIMEOUT_S = 20
 
 
 class EchoAction(Action):
@@ -43,19 +39,14 @@ class Echo(Environment):
         return self._state
 
 
-@contextmanager
-def serve_echo():
-    """The address of a server in a thread."""
+def main():
+    """Serve until the process is killed."""
     app = create_fastapi_app(Echo, EchoAction, EchoObservation, max_concurrent_envs=8)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not server.started:
-        assert time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.05)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(START_TIMEOUT_S)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        print(f"http://127.0.0.1:{listening.getsockname()[1]}", flush=True)
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        server.run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()
