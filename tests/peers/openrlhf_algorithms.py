@@ -24,6 +24,12 @@ MODES = {True: "token_mean", False: "seq_mean_token_mean"}
 
 def comparisons(num_inputs: int) -> Iterator[Comparison]:
     """Yield all comparisons."""
+    yield from _loss_comparisons(num_inputs)
+    yield from _advantage_comparisons(num_inputs)
+
+
+def _loss_comparisons(num_inputs: int) -> Iterator[Comparison]:
+    """Yield those of losses and of the KL divergence."""
     for by_token, mode in MODES.items():
         yield Comparison(
             function=f"PolicyLoss(token_level_loss={by_token}), dual clip, with gradient = "
@@ -83,6 +89,10 @@ def comparisons(num_inputs: int) -> Iterator[Comparison]:
         ours=_our_controller,
         theirs=_their_controller,
     )
+
+
+def _advantage_comparisons(num_inputs: int) -> Iterator[Comparison]:
+    """Yield those of advantages and returns."""
     estimators = {"rloo": "rloo", "dr_grpo": "grpo", "group_norm": "grpo"}
     for name, ours in estimators.items():
         yield Comparison(

@@ -46,7 +46,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
             f"the same command was started twice; or that process still ends, and holds {LOCK_FILE}"
             " there until it has",
         ) from None
-    except (OSError, NotImplementedError) as error:
+    except (OSError, RuntimeError) as error:  # the latter without flock, see filelock
         _logger.warning("%s cannot be locked against a second start: %s", run_dir, error)
         yield
         return
