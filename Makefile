@@ -14,7 +14,7 @@ NOT_SLOW := not gpu and not slurm and not slow and not tools
 # With PY=python3 they need only torch, Triton, transformers, megatron-core, pytest and hypothesis.
 GPU_TESTS := tests/gpu tests/actor tests/reshard/transports
 
-.PHONY: help env model smoke train preflight report compare scoreboard test test-all test-extended test-tools test-peers test-gpu test-slurm test-slow lint clean
+.PHONY: help env model smoke train preflight report compare scoreboard test test-all test-extended test-tools test-peers test-packages test-gpu test-slurm test-slow lint clean
 
 help: ## print this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -66,6 +66,9 @@ test-tools: env ## run each script under tools/ in a small form (PART=K/N: part 
 
 test-peers: env build/peers/.installed ## compare algorithms, rewards and parsers with verl, TRL, OpenRLHF, bfcl-eval and math-verify
 	@$(PY) -m tests.peers build/peers $(ARGS)
+
+test-packages: env ## install agents, environments and MCP servers of others into build/packages and run a session with each
+	@$(PY) -m pytest -m packages tests/packages $(ARGS)
 
 build/peers/.installed: tests/peers/requirements.txt
 	@rm -rf build/peers
