@@ -337,10 +337,10 @@ def check_keyword_function(
         key: Dotted key of the setting, for errors.
         expected: What the function should be, for errors.
         default_name: Name of the function if the reference has none.
-        keywords: Names of the arguments that it is called with.
+        keywords: Names of the arguments that it may be called with; others need defaults.
 
     Raises:
-        ConfigError: There is no such file, module or function, or it takes other arguments.
+        ConfigError: There is no such file, module or function, or it needs other arguments.
     """
     try:
         file, name = find_user_source(reference, default_name, allow_compiled=True)
@@ -361,10 +361,8 @@ def check_keyword_function(
         if name not in names and "*" not in names:
             near = get_close_matches(name, names, n=1, cutoff=0.0)
             cause = f"{file} has no {name}" + (f", the nearest name is {near[0]}" if near else "")
-    elif isinstance(functions[-1], ast.AsyncFunctionDef):
-        cause = f"{name} is an async function"
     elif not functions[-1].decorator_list:
-        cause = _mismatched_keywords(functions[-1], keywords)
+        cause = _missing_keywords(functions[-1], keywords)
     if cause:
         raise ConfigError(key, reference, expected, cause)
 
@@ -384,8 +382,10 @@ def _bound_names(module: ast.Module) -> set[str]:
     return names
 
 
-def _mismatched_keywords(function: ast.FunctionDef, keywords: tuple[str, ...]) -> str:
-    """Return why the function cannot be called with these keywords; empty if it can."""
+def _missing_keywords(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, keywords: tuple[str, ...]
+) -> str:
+    """Return which arguments the function needs beside the keywords; empty for none."""
     spec = function.args
     positional = [*spec.posonlyargs, *spec.args]
     required = {arg.arg for arg in positional[: len(positional) - len(spec.defaults)]}
@@ -394,15 +394,12 @@ def _mismatched_keywords(function: ast.FunctionDef, keywords: tuple[str, ...]) -
         for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
         if default is None
     }
-    accepted = {arg.arg for arg in (*spec.args, *spec.kwonlyargs)}
-    missing = [] if spec.kwarg else [name for name in keywords if name not in accepted]
-    other = sorted(required - set(keywords) | (required & {arg.arg for arg in spec.posonlyargs}))
-    reasons = [
-        f"does not accept {', '.join(missing)}" if missing else "",
-        f"also needs {', '.join(other)}" if other else "",
-    ]
-    text = " and ".join(reason for reason in reasons if reason)
-    return f"the arguments of {function.name} are ({ast.unparse(spec)}): it {text}" if text else ""
+    unnamed = required & {arg.arg for arg in spec.posonlyargs}
+    other = sorted(required - set(keywords) | unnamed)
+    if not other or "completions" in required:  # a function of TRL may need any column
+        return ""
+    position = " by position" if unnamed else ""
+    return f"{function.name} also needs {', '.join(other)}{position}: give a default, or wrap it"
 
 
 def _read_option(

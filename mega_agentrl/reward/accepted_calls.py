@@ -18,6 +18,7 @@ from mega_agentrl.reward.call_parser import (
     NormalizedValue,
     normalize_value,
     parse_calls,
+    read_word,
 )
 
 _ACCEPTED, _OPTIONAL = "accepted", "optional"
@@ -164,5 +165,18 @@ def _accepts(choice: Any, value: NormalizedValue, normalize: Normalize) -> bool:
             _accepts(item, other, normalize)
             for item, other in zip(choice[1:], value[1:], strict=True)
         )
+    if choice[0] == value[0] == "map":
+        names, other_names = ([name for name, _ in pair[1:]] for pair in (choice, value))
+        return names == other_names and all(
+            _accepts(item, other, normalize)
+            for (_, item), (_, other) in zip(choice[1:], value[1:], strict=True)
+        )
+    if choice[0] == value[0] == "call":
+        return _literal_call(choice[1]).accepts(value[1], normalize)
+    # A number may be given as a text, but two texts compare as texts.
+    if choice[0] == "text" and value[0] in ("number", "bool"):
+        choice = read_word(choice[1])
+    elif value[0] == "text" and choice[0] in ("number", "bool"):
+        value = read_word(value[1])
     equal: bool = normalize(choice) == normalize(value)
     return equal

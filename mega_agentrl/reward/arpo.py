@@ -11,21 +11,25 @@ its closing tag and a `<result>` block. The answer is the content of the last `\
 `score` reads the decoded response with tool results, as the released code does. So a tool result
 can break the format, merely writing `</search>` and `</python>` earns the bonus, and numbers lose
 sign and decimal point. `score_trajectory` reads only what the model wrote, requires calls that ran
-successfully, treats a `<result>` written by the model as bad format, and compares numbers by value:
-an answer that is a single number is right or wrong as a whole, and numbers between words count by
-their value (`answer_match`). Neither raises for what the policy wrote.
+successfully, treats a `<result>` written by the model as bad format, and compares answers as
+`matching.matcher` says: the F1 over words remains for answers in words only, and numbers between
+words count by their value. Neither raises for what the policy wrote.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from mega_agentrl.reward.answer_match import number_aware_f1, numeric_answers_match, token_f1
-from mega_agentrl.reward.registry import register_reward
+from mega_agentrl.reward.matching.matcher import grade_answer, map_grade
+from mega_agentrl.reward.matching.words import number_aware_f1, token_f1
+from mega_agentrl.reward.registry import check_answers, register_reward
+from mega_agentrl.types.ground_truth import accepted_answers
 from mega_agentrl.types.records import Role, Score, ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.types.records import Trajectory
@@ -52,15 +56,19 @@ def score(response: str, ground_truth: str | Sequence[str], threshold: float = 1
     except _FormatError as error:
         return _bad_format_score(error)
     used_both = all(f"</{name}>" in response for name in _TOOL_NAMES)
-    return _f1_score(answer, token_f1(answer, ground_truth), used_both, threshold)
+    f1 = token_f1(answer, ground_truth)
+    return _f1_score(answer, f1, used_both=used_both, threshold=threshold)
 
 
-def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
+def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score | Future[Score]:
     """Score a trajectory by the text of its assistant turns and the outcomes of its tool calls.
 
     Args:
         trajectory: the finished trajectory.
         threshold: lowest F1 of a correct answer.
+
+    Returns:
+        The score, or its future if the answer and a ground truth are expressions.
     """
     parts: list[str] = []
     successful_tools: set[str] = set()
@@ -79,27 +87,21 @@ def score_trajectory(trajectory: Trajectory, threshold: float = 1.0) -> Score:
         answer = parse_answer("".join(parts))
     except _FormatError as error:
         return _bad_format_score(error)
-    truth = trajectory.prompt.ground_truth
-    truths = [truth] if isinstance(truth, str) else truth
-    f1 = max((_strict_f1(answer, text) for text in truths), default=0.0)
-    return _f1_score(answer, f1, successful_tools.issuperset(_TOOL_NAMES), threshold)
+    truths = accepted_answers(trajectory.prompt.ground_truth)
+    used_both = successful_tools.issuperset(_TOOL_NAMES)
+    to_score = partial(_f1_score, answer, used_both=used_both, threshold=threshold)
+    return map_grade(grade_answer(answer, truths, number_aware_f1), to_score)
 
 
-@register_reward("arpo_released")
+@register_reward("arpo_released", check=check_answers)
 def _released_part(trajectory: Trajectory, config: RewardConfig) -> Score:
-    truth = trajectory.prompt.ground_truth
-    return score(trajectory.response_text, truth, config.correct_threshold)
+    truths = accepted_answers(trajectory.prompt.ground_truth)
+    return score(trajectory.response_text, truths, config.correct_threshold)
 
 
-@register_reward("arpo")
-def _strict_part(trajectory: Trajectory, config: RewardConfig) -> Score:
+@register_reward("arpo", check=check_answers)
+def _strict_part(trajectory: Trajectory, config: RewardConfig) -> Score | Future[Score]:
     return score_trajectory(trajectory, config.correct_threshold)
-
-
-def _strict_f1(answer: str, truth: str) -> float:
-    """Return 1 or 0 if both are single numbers, else the F1 over words and numbers."""
-    is_equal = numeric_answers_match(answer, truth)
-    return number_aware_f1(answer, truth) if is_equal is None else float(is_equal)
 
 
 def parse_answer(text: str) -> str:
@@ -162,7 +164,7 @@ def _bad_format_score(error: _FormatError) -> Score:
     return Score(value=-1.0, correct=False, f1=0.0, answer="", reason=str(error))
 
 
-def _f1_score(answer: str, f1: float, used_both: bool, threshold: float) -> Score:
+def _f1_score(answer: str, f1: float, *, used_both: bool, threshold: float) -> Score:
     if f1 <= 0:
         value, reason = 0.0, f"wrong answer but good format: {answer}"
     elif used_both:

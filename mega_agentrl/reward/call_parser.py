@@ -7,8 +7,9 @@
 
 Calls may be between <tool_call> tags, in a code fence, or bare; prose around tags, fences or
 brackets is ignored. Parsed calls are equal if their names and arguments are equal, in any order of
-the keys. Arguments are normalised: numbers compare by value (1, 1.0, "1"), booleans and null in the
-spelling of JSON or Python, and tuples as lists; a number never equals a boolean. No code is
+the keys. Arguments are normalised: numbers compare by value (1 and 1.0), booleans and null in the
+spelling of JSON or Python, and tuples as lists; a number never equals a boolean. A text stays a
+text: "02134" is not "2134". `read_word` says which number or boolean a text spells. No code is
 evaluated or run.
 """
 
@@ -83,10 +84,7 @@ def parse_calls(text: str) -> list[FunctionCall]:
 def normalize_value(value: Any) -> NormalizedValue:
     """Return the normalised form of a value; raise `CallParseError` if it is not a JSON value."""
     if isinstance(value, str):
-        word = value.strip()
-        if word.lower() in ("true", "false"):
-            return ("bool", _LITERAL_WORDS[word.lower()])
-        return ("number", float(word)) if _NUMBER.fullmatch(word) else ("text", word)
+        return ("text", value.strip())
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, int) and abs(value) > 2**53:
@@ -105,6 +103,13 @@ def normalize_value(value: Any) -> NormalizedValue:
     if isinstance(value, FunctionCall):
         return ("call", value)
     raise CallParseError(f"got an argument of type {type(value).__name__}, expected a JSON value")
+
+
+def read_word(word: str) -> NormalizedValue:
+    """Return the number or boolean that a text spells, the text itself if it spells none."""
+    if word.lower() in ("true", "false"):
+        return ("bool", _LITERAL_WORDS[word.lower()])
+    return ("number", float(word)) if _NUMBER.fullmatch(word) else ("text", word)
 
 
 def _parse_whole_text(text: str) -> list[FunctionCall]:

@@ -1,7 +1,7 @@
 """Registry of the built-in reward parts.
 
-A part is a function of a finished trajectory and the settings `reward.*` that returns a `Score`. It
-may come with a check of the prompts, which runs before the run starts.
+A part is a function of a finished trajectory and the settings `reward.*` that returns a `Score`, or
+a future of one. It may come with a check of the prompts, which runs before the run starts.
 
 To add one:
 
@@ -18,13 +18,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from mega_agentrl.types.ground_truth import accepted_answers
 from mega_agentrl.types.records import Role
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from mega_agentrl.config.sections.reward import RewardConfig
     from mega_agentrl.types.records import Prompt, Score, Trajectory
 
-PartFunction = Callable[["Trajectory", "RewardConfig"], "Score"]
+PartFunction = Callable[["Trajectory", "RewardConfig"], "Score | Future[Score]"]
 PartFunctionT = TypeVar("PartFunctionT", bound=PartFunction)
 PromptCheck = Callable[["Prompt", "RewardConfig"], None]
 
@@ -34,7 +37,7 @@ class RegisteredReward:
     """A built-in part that `reward.rubric` can name."""
 
     function: PartFunction
-    """Returns the score of a trajectory; must not raise for what the policy wrote."""
+    """Returns the score of a trajectory or its future; must not raise for what the policy wrote."""
     check: PromptCheck | None
     """Raises `ValueError` for a prompt that the part cannot score; None for no check."""
 
@@ -59,6 +62,14 @@ def register_reward(
         return function
 
     return register
+
+
+def check_answers(prompt: Prompt, config: RewardConfig) -> None:
+    """Raise `InputError` unless the ground truth has an answer to compare with.
+
+    This is the check of parts that compare the answer with texts.
+    """
+    accepted_answers(prompt.ground_truth)
 
 
 def assistant_text(trajectory: Trajectory) -> str:

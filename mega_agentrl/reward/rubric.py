@@ -11,7 +11,8 @@ determines `correct`, `f1`, `answer` and `reason`. A part is one of:
     model                                           an LLM judge at a URL (`llm_judge`), or a reward
                                                     model in a folder
 
-The score is a future if the rubric has user functions or a judge. A reward model in a folder reads
+The score is a future if the rubric has user functions or a judge, or if a built-in part compares
+expressions in a child process. A reward model in a folder reads
 whole batches; its part is added afterwards by `add_model_score`.
 
 `check_rubric_parts` and `check_prompt_rubrics` check the rubrics against the tools and the data of
@@ -31,8 +32,10 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.reward import BUILT_IN_PARTS, DEFAULT_SOURCE, MODEL_PART
 from mega_agentrl.errors import InputError
 from mega_agentrl.reward import ares, arpo, function_call  # noqa: F401  they register their parts
-from mega_agentrl.reward.registry import REWARDS, assistant_text
+from mega_agentrl.reward.conversation import row_values, tool_rewards
+from mega_agentrl.reward.registry import REWARDS
 from mega_agentrl.sandbox.worker_main import to_json
+from mega_agentrl.types.errors import RewardAbstainedError
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
@@ -144,12 +147,12 @@ class WeightedRubric:
         self._judge = judge
 
     def score(self, trajectory: Trajectory) -> Score | Future[Score]:
-        """Return the score, or its future if the rubric has user functions or a judge.
+        """Return the score, or its future if a part needs another process or a server.
 
         The part of a reward model in a folder is left out (`add_model_score`).
         """
         scores: dict[str, Score] = {}
-        futures: dict[str, Future[Score]] = {}
+        futures: dict[str, Future[Any]] = {}
         weights = self._part_weights(trajectory.prompt)
         for name in weights:
             if name in self._functions:
@@ -157,10 +160,16 @@ class WeightedRubric:
             elif name == MODEL_PART and self._judge is not None:
                 futures[name] = self._submit_judge(self._judge, trajectory)
             elif name != MODEL_PART:
-                scores[name] = self._compute_part(name, trajectory)
+                score = self._compute_part(name, trajectory)
+                if isinstance(score, Future):
+                    futures[name] = score
+                else:
+                    scores[name] = score
         if not futures:
             return _weighted_sum(weights, scores)
-        return gather_futures(futures, lambda results: _weighted_sum(weights, scores | results))
+        return gather_futures(
+            futures, lambda results: _weighted_sum(weights, {**scores, **results})
+        )
 
     def needs_reward_model(self, prompt: Prompt) -> bool:
         """Return whether the prompt's rubric has a part from a reward model in a folder."""
@@ -176,12 +185,13 @@ class WeightedRubric:
         assert trajectory.score is not None, "the trajectory has no score yet"
         weights = self._part_weights(trajectory.prompt)
         model_score = self._numeric_score(value, f"the reward model gave {value:.4g}")
-        first_score = model_score if next(iter(weights)) == MODEL_PART else trajectory.score
+        is_pending = trajectory.score.reason == _PENDING_SCORE.reason
+        first_score = model_score if is_pending else trajectory.score
         weighted_value = weights[MODEL_PART] * value
         if len(weights) == 1:
             return replace(model_score, value=weighted_value)
         weighted_values = {**trajectory.score.parts, MODEL_PART: weighted_value}
-        parts = {name: weighted_values[name] for name in weights}
+        parts = {name: weighted_values[name] for name in weights if name in weighted_values}
         return replace(
             first_score,
             value=sum(parts.values()),
@@ -194,34 +204,27 @@ class WeightedRubric:
         assert weights, f"check_prompt_rubrics must run first: {prompt.data_source} has no rubric"
         return weights
 
-    def _compute_part(self, name: str, trajectory: Trajectory) -> Score:
+    def _compute_part(self, name: str, trajectory: Trajectory) -> Score | Future[Score]:
         if name in REWARDS:
             return REWARDS[name].function(trajectory, self._config)
-        steps, final = trajectory.step_rewards, trajectory.tool_rewards
-        value = sum(steps.get(name, ())) + final.get(name, 0.0)
+        value = tool_rewards(trajectory).get(name, 0.0)
         return self._numeric_score(value, f"{name} gave {value:.4g}")
 
-    def _submit_user_function(self, name: str, trajectory: Trajectory) -> Future[Score]:
-        future = self._functions[name].submit(
-            data_source=trajectory.prompt.data_source,
-            solution=trajectory.response_text,
-            ground_truth=trajectory.prompt.ground_truth,
-            extra_info=trajectory.prompt.extra_info,
-        )
+    def _submit_user_function(self, name: str, trajectory: Trajectory) -> Future[Score | None]:
+        """Return the future of the function's score, or of None if it gives none."""
+        future = self._functions[name].submit(row_values(trajectory))
 
-        def to_score(results: Mapping[str, UserRewardResult]) -> Score:
-            result = results[name]
-            score = self._numeric_score(result.value, f"{name} gave {result.value:.4g}")
-            return (
-                replace(score, extra_info={name: dict(result.fields)}) if result.fields else score
-            )
+        def to_score(results: Mapping[str, UserRewardResult]) -> Score | None:
+            value, fields = results[name].value, results[name].fields
+            if value is None:
+                return None
+            score = self._numeric_score(value, f"{name} gave {value:.4g}")
+            return replace(score, extra_info={name: dict(fields)}) if fields else score
 
         return gather_futures({name: future}, to_score)
 
     def _submit_judge(self, judge: LLMJudge, trajectory: Trajectory) -> Future[Score]:
-        future = judge.submit(
-            trajectory.prompt.messages, assistant_text(trajectory), trajectory.prompt.ground_truth
-        )
+        future = judge.submit(trajectory)
 
         def to_score(results: Mapping[str, float]) -> Score:
             value = results[MODEL_PART]
@@ -235,18 +238,26 @@ class WeightedRubric:
         return Score(value=value, correct=correct, f1=float(correct), answer="", reason=reason)
 
 
-def _weighted_sum(weights: Mapping[str, float], scores: Mapping[str, Score]) -> Score:
-    """Return the score of the parts in `scores`; a reward model in a folder is added later.
+def _weighted_sum(weights: Mapping[str, float], all_scores: Mapping[str, Score | None]) -> Score:
+    """Return the score of the parts; that of a reward model in a folder is added later.
 
     Args:
         weights: weight of each part of the rubric by name.
-        scores: score of each part by name, without that of a reward model in a folder.
+        all_scores: score of each part by name, None for a user function that gave none, without
+            that of a reward model in a folder.
+
+    Raises:
+        RewardAbstainedError: no part gave a score.
     """
+    scores = {name: score for name, score in all_scores.items() if score is not None}
+    if all_scores and not scores and len(all_scores) == len(weights):
+        raise RewardAbstainedError(f"{', '.join(all_scores)} returned None")
     parts = {name: weights[name] * scores[name].value for name in weights if name in scores}
     extra_info = {
         key: value for score in scores.values() for key, value in score.extra_info.items()
     }
-    first_score = scores.get(next(iter(weights)), _PENDING_SCORE)
+    first = next(name for name in weights if all_scores.get(name, ...) is not None)
+    first_score = scores.get(first, _PENDING_SCORE)
     return replace(
         first_score,
         value=sum(parts.values()),

@@ -1,34 +1,36 @@
 """Reward functions of the user, run in worker processes.
 
 The user names the function by import path or file, `package.module:compute_score` or
-`/folder/file.py:compute_score`; the part after the colon defaults to `compute_score`. The function
-is called as
+`/folder/file.py:compute_score`; the part after the colon defaults to `compute_score`. `user_call`
+says in which forms a function may be called. It returns one of
 
-    compute_score(data_source=str, solution_str=str, ground_truth=str | list[str],
-                  extra_info=dict)
+    0.5   True   "0.5"   Decimal("0.5")   a scalar of numpy or torch     the score
+    {"score": 0.5, ...}                   the score with further fields; without `score` also
+                                          `overall` (EasyR1) or `acc`
+    (0.5, ...)                            the score is the first item
+    None                                  no score: the row is left out of its group
 
-and returns a number, or a dict whose `score` is the number. The other fields of the dict are dumped
-with the trajectory, and become metrics if they are finite numbers. Scalars and arrays of numpy and
-torch count as numbers and lists. `find_problem` checks the function in a worker process before a
-run starts; every worker process loads the function when the process starts (`warm_up_call`).
+The other fields of a dict are dumped with the trajectory, and become metrics if they are finite
+numbers. Fields that are too large are left out with a line in the log, because the policy may cause
+them. `find_problem` checks the function in a worker process before a run starts; every worker
+process loads the function when the process starts (`warm_up_call`).
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 import math
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.sections.reward import (
-    FUNCTION_ARGUMENTS,
-    FUNCTION_EXPECTED,
-    FUNCTION_NAME,
-)
+from mega_agentrl.config.sections.reward import FUNCTION_EXPECTED, FUNCTION_NAME
 from mega_agentrl.config.user_code import load_user_object, source_location
+from mega_agentrl.reward.user_call import CallFormError, UserCall, make_call
 from mega_agentrl.sandbox.worker_main import to_json
 from mega_agentrl.sandbox.worker_pool import (
     FunctionFailedError,
@@ -41,7 +43,7 @@ from mega_agentrl.types.errors import FirstCallsFailedError, RewardError
 from mega_agentrl.types.first_calls import FirstCalls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from mega_agentrl.sandbox.worker_pool import WorkerPool
 
@@ -49,6 +51,13 @@ _MODULE = __name__
 FIND_PROBLEM = f"{_MODULE}:find_problem"
 """Name of `find_problem` for a `WorkerPool`."""
 _KEY = "reward.functions"
+_SCORE_FIELDS = ("score", "overall", "acc")
+_MAX_FIELD_CHARS = 10_000
+"""Length of the JSON text of the largest field that is kept."""
+_MAX_FIELDS = 100
+_MAX_INTEGER = 2**63
+_MAX_NUMBER_CHARS = 100
+_logger = logging.getLogger(__name__)
 
 
 class UserRewardError(RewardError):
@@ -59,19 +68,10 @@ class UserRewardError(RewardError):
 class UserRewardResult:
     """The result of a user function."""
 
-    value: float
-    """The reward, a finite number."""
+    value: float | None
+    """The reward, a finite number; None if the function gave none to this row."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The other fields that the function returned, as plain JSON values."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The values in `fields` that are finite numbers or booleans, as floats."""
-        return {
-            name: float(value)
-            for name, value in self.fields.items()
-            if isinstance(value, int | float) and math.isfinite(value)
-        }
 
 
 class UserRewardFunction:
@@ -87,22 +87,13 @@ class UserRewardFunction:
         self._pool = pool
         self._path = path
         self._first_calls = first_calls or FirstCalls("", path, 0)
+        self._left_out: set[str] = set()
 
-    def submit(
-        self,
-        *,
-        data_source: str,
-        solution: str,
-        ground_truth: str | tuple[str, ...],
-        extra_info: Mapping[str, Any],
-    ) -> Future[UserRewardResult]:
+    def submit(self, values: Mapping[str, Any]) -> Future[UserRewardResult]:
         """Submit one response for scoring, without blocking.
 
         Args:
-            data_source: the data source of the prompt.
-            solution: the decoded response, passed to the function as `solution_str`.
-            ground_truth: the true answer, or several.
-            extra_info: further columns of the prompt.
+            values: the row as `conversation.row_values` returns it, by name of the arguments.
 
         Returns:
             The future of the result. It raises `UserRewardError` if the function raised, timed out,
@@ -110,12 +101,10 @@ class UserRewardFunction:
             timed out or returned no score in all of its first calls.
 
         Raises:
-            ValueError: `extra_info` cannot be converted to JSON.
+            ValueError: a value cannot be converted to JSON.
         """
-        values = (data_source, solution, ground_truth, dict(extra_info))
         call_future = self._pool.submit(
-            f"{_MODULE}:run",
-            {"path": self._path, "values": dict(zip(FUNCTION_ARGUMENTS, values, strict=True))},
+            f"{_MODULE}:run", {"path": self._path, "values": dict(values)}
         )
         result_future: Future[UserRewardResult] = Future()
         result_future.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
@@ -133,11 +122,27 @@ class UserRewardFunction:
             result = call_future.result()
         except (WorkerCallError, CancelledError) as error:
             result_future.set_exception(self._to_reward_error(call, error))
+            return
+        if result["score"] is None:
+            # A function that never gives a score lacks a return statement.
+            try:
+                self._first_calls.record_failure(call, "it returned None", "")
+            except FirstCallsFailedError as error:
+                result_future.set_exception(error)
+                return
         else:
             self._first_calls.record_success()
-            result_future.set_result(
-                UserRewardResult(value=result["score"], fields=result["fields"])
-            )
+        self._report_left_out(result.get("left_out", {}))
+        result_future.set_result(UserRewardResult(value=result["score"], fields=result["fields"]))
+
+    def _report_left_out(self, left_out: Mapping[str, str]) -> None:
+        """Log each field once that was left out of a result."""
+        for name, reason in left_out.items():
+            if name not in self._left_out and len(self._left_out) < _MAX_FIELDS:
+                self._left_out.add(name)
+                _logger.warning(
+                    "reward function %s: the field %s is left out: %s", self._path, name, reason
+                )
 
     def _to_reward_error(self, call: int, error: Exception) -> Exception:
         """Record the outcome of a failed call; return the error that its future raises."""
@@ -163,7 +168,7 @@ def warm_up_call(path: str) -> WorkerCall:
 def find_problem(path: str) -> str:
     """Load the function in this process; return why it cannot be used, empty if it can."""
     try:
-        _load_function(path)
+        _load_call(path)
     except ConfigError as error:
         return error.cause
     return ""
@@ -172,15 +177,19 @@ def find_problem(path: str) -> str:
 def run(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Call the function in this process.
 
+    Args:
+        path: the function.
+        values: the row by name of the arguments, of which the function gets those that it takes.
+
     Returns:
-        `score` and `fields`, as `parse_result` returns them.
+        What `parse_result` returns.
 
     Raises:
         ValueError: the function did not return a score. Its own errors pass through.
     """
-    function = _load_function(path)
-    name = getattr(function, "__name__", path)
-    return parse_result(function(**values), f"{name} ({source_location(function)})")
+    call = _load_call(path)
+    name = getattr(call.function, "__name__", path)
+    return parse_result(call.run(values), f"{name} ({source_location(call.function)})")
 
 
 def parse_result(result: object, function: str) -> dict[str, Any]:
@@ -191,67 +200,97 @@ def parse_result(result: object, function: str) -> dict[str, Any]:
         function: name and location of the function, for errors.
 
     Returns:
-        A dict of `score`, a finite float, and `fields`, the other fields of a result that is a
-        dict.
+        A dict of `score`, a finite float or None, and `fields`, the other fields of a result that
+        is a dict. If fields were left out, `left_out` has the reasons by their names.
 
     Raises:
         ValueError: the result has no finite score, or a field cannot be converted to JSON.
     """
+    if isinstance(result, tuple) and result:
+        result = result[0]
     fields = dict(result) if isinstance(result, dict) else {"score": result}
-    if "score" not in fields:
+    name = next((name for name in _SCORE_FIELDS if name in fields), None)
+    if name is None:
         raise ValueError(
-            f"{function} returned a dict with the keys {list(fields)}, expected a key named score"
+            f"{function} returned a dict with the keys {list(fields)[:_MAX_FIELDS]}, expected a "
+            f"key named {' or '.join(_SCORE_FIELDS)}"
         )
-    score = _finite_score(fields.pop("score"), function)
-    for name, value in fields.items():
-        if not isinstance(name, str):
-            raise ValueError(  # noqa: TRY004
-                f"{function} returned the field {name!r}, expected a name as text"
-            )
-        try:
-            to_json(value)
-        except ValueError as error:
-            raise ValueError(f"{function} returned the field {name}: {error}") from error
-    return {"score": score, "fields": fields}
+    score = _finite_score(fields[name], function)
+    fields = {key: value for key, value in fields.items() if key != "score"}
+    for key, value in fields.items():
+        _check_field(key, value, function)
+    left_out = {key: reason for key, value in fields.items() if (reason := _excess(value))}
+    left_out |= dict.fromkeys(list(fields)[_MAX_FIELDS:], f"one of more than {_MAX_FIELDS} fields")
+    kept = {key: value for key, value in fields.items() if key not in left_out}
+    return {"score": score, "fields": kept} | ({"left_out": left_out} if left_out else {})
 
 
-def _finite_score(value: object, function: str) -> float:
-    message = (
-        f"{function} returned the score {value!r:.200} of type {type(value).__name__}, expected a "
-        "finite number, or a dict with such a number as score"
-    )
+def _check_field(name: object, value: object, function: str) -> None:
+    """Raise `ValueError` for a field that has no JSON form because of its type."""
+    if not isinstance(name, str):
+        message = f"{function} returned the field {name!r:.200}, expected a name as text"
+        raise ValueError(message)  # noqa: TRY004  the error of all bad results
+    if isinstance(value, int | float | str | None):
+        return
+    try:
+        to_json(value)
+    except ValueError as error:
+        if isinstance(error.__cause__, TypeError):
+            message = f"{function} returned the field {name}: {error}"
+            raise ValueError(message) from error  # noqa: TRY004
+
+
+def _excess(value: object) -> str:
+    """Return why a field is not kept; empty if it is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no finite number"
+    try:
+        text = to_json(value) if not isinstance(value, int) or abs(value) < _MAX_INTEGER else ""
+    except ValueError:  # too large, or nested too deeply
+        text = ""
+    if not text:
+        return "it is too large"
+    if len(text) > _MAX_FIELD_CHARS:
+        return f"it has {len(text)} characters as JSON, more than {_MAX_FIELD_CHARS}"
+    is_finite = not any(word in text for word in ("NaN", "Infinity")) or isinstance(value, str)
+    return "" if is_finite else "it holds a number that is not finite"
+
+
+def _finite_score(value: object, function: str) -> float | None:
+    """Return a score as a float, None for an abstention; raise `ValueError` for other values."""
+    if value is None:
+        return None
     item = getattr(value, "item", None)  # a scalar of numpy or torch
-    if item is not None:
-        try:
-            value = item()
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(message) from error
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(message)
-    return float(value)
+    try:
+        number = item() if item is not None else value
+        is_short = not isinstance(number, str) or len(number) <= _MAX_NUMBER_CHARS
+        if is_short and isinstance(number, int | float | Decimal | Fraction | str):
+            score = float(number)
+            if math.isfinite(score):
+                return score
+    except (ValueError, RuntimeError, ArithmeticError) as error:
+        raise ValueError(_score_message(value, function)) from error
+    raise ValueError(_score_message(value, function))
+
+
+def _score_message(value: object, function: str) -> str:
+    try:
+        text = f"{value!r:.200}"
+    except ValueError:  # an integer of too many digits
+        text = "a number"
+    return (
+        f"{function} returned the score {text} of type {type(value).__name__}, expected a finite "
+        "number, None, or a dict with such a number as score"
+    )
 
 
 @cache
-def _load_function(path: str) -> Callable[..., object]:
+def _load_call(path: str) -> UserCall:
     function = load_user_object(path, _KEY, FUNCTION_EXPECTED, default_name=FUNCTION_NAME)
-    if not callable(function):
-        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, f"got {function!r}")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, "got an async function")
-    _check_signature(path, function)
-    return function  # type: ignore[no-any-return]
-
-
-def _check_signature(path: str, function: Callable[..., object]) -> None:
     try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return  # a compiled function may have no signature that can be read
-    try:
-        signature.bind(**dict.fromkeys(FUNCTION_ARGUMENTS))
-    except TypeError as error:
-        cause = f"its arguments are {signature}: {error}"
-        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, cause) from error
+        return make_call(function)
+    except CallFormError as error:
+        raise ConfigError(_KEY, path, FUNCTION_EXPECTED, str(error)) from error
 
 
 def _last_location(error: Exception) -> str:

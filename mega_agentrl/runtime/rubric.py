@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import reading
 from mega_agentrl.config.sections.reward import FUNCTION_EXPECTED, MODEL_PART
-from mega_agentrl.reward.llm_judge import LLMJudge
+from mega_agentrl.reward.llm_judge import JudgePrompt, LLMJudge
 from mega_agentrl.reward.rubric import WeightedRubric
 from mega_agentrl.reward.user_reward import FIND_PROBLEM, UserRewardFunction, warm_up_call
 from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
@@ -99,9 +101,18 @@ def open_rubric(
                 config.model.served_model_name,
                 timeout_s=config.timeout_s,
                 api_key=_require_env("model.api_key_env", key) if key else "",
+                prompt=_read_judge_prompt(config),
             )
             stack.callback(judge.close)
         yield WeightedRubric(config, functions, judge)
+
+
+def _read_judge_prompt(config: RewardConfig) -> JudgePrompt:
+    path = config.model.prompt_file
+    if not path:
+        return JudgePrompt()
+    with reading("reward.model.prompt_file", path, "a text file with a Jinja template"):
+        return JudgePrompt(Path(path).read_text(encoding="utf-8"), path)
 
 
 def _require_env(setting: str, name: str) -> str:

@@ -24,6 +24,10 @@ class RewardError(RuntimeError):
     """A reward function or a reward model failed or timed out."""
 
 
+class RewardAbstainedError(RewardError):
+    """All parts of a rubric gave no score to a trajectory, which is not a failure."""
+
+
 class RankLostError(RuntimeError):
     """A rank of the policy died or hangs, so that the remaining ranks are unusable."""
 

@@ -415,6 +415,8 @@ class Trajectory:
     that this path sampled itself; None unless `rollout.branch.entropy_estimate_top_k` is set."""
     reward_error: str = ""
     """Why the reward could not be computed; empty if it could."""
+    reward_abstained: bool = False
+    """Whether the reward functions gave no score on purpose."""
     argmax_ids: Sequence[int] = field(default_factory=lambda: array("i"))
     """[N] most probable token per position, -1 where nothing was sampled; empty if not recorded. An
     int32 array, to save memory."""
@@ -453,15 +455,18 @@ class Trajectory:
     def failed(self) -> bool:
         """Whether the infrastructure ended the trajectory or it has no reward.
 
-        Failed trajectories are kept and shown, but masked from the loss.
+        Failed trajectories are kept and shown, but masked from the loss. Those without a reward on
+        purpose (`reward_abstained`) are among them; counts of failures leave them out.
         """
-        return self.stop_reason.is_failure or self.reward_error != ""
+        return self.stop_reason.is_failure or self.reward_error != "" or self.reward_abstained
 
     @property
     def failure_reason(self) -> str:
         """Why the trajectory failed, for people; empty if it did not."""
         if self.reward_error:
             return self.reward_error
+        if self.reward_abstained:
+            return "the reward functions gave no score"
         if not self.stop_reason.is_failure:
             return ""
         for turn in reversed(self.turns):

@@ -1,52 +1,10 @@
-"""ARES's accuracy: which answers are the same, and when an answer is graded again."""
+"""The part `accuracy`: where the answer of a response stands, and its score."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mega_agentrl.reward.ares import accuracy, answers_match, final_answer
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        ("42", "42"),
-        ("1,000", "1000.0"),
-        ("0.5", "\\frac{1}{2}"),
-        ("-\\dfrac{3}{4}", "-0.75"),
-        ("\\frac12", "0.5"),
-        ("50\\%", "50"),
-        ("\\$5", "5"),
-        ("90^\\circ", "90"),
-        ("\\text{Paris}", "paris"),
-        ("\\left( 1, 2 \\right)", "(1,2)"),
-        ("\\( x + 1 \\)", "x+1"),
-        ("B.", "b"),
-        ("\\frac{x}{2}", "\\frac{ x }{ 2 }"),
-        ("{7}", "7"),
-        ("12\\,000", "12000"),
-    ],
-)
-def test_equal_answers(answer, truth):
-    assert answers_match(answer, truth) and answers_match(truth, answer)
-
-
-@pytest.mark.parametrize(
-    ("answer", "truth"),
-    [
-        ("5", "-5"),
-        ("3.14", "314"),
-        ("42", "42.1"),
-        ("", "0"),
-        ("x", ""),
-        ("A", "B"),
-        ("x+1", "1+x"),
-        ("1e999", "1e998"),
-        ("\\frac{x}{2}", "x"),
-    ],
-)
-def test_different_answers(answer, truth):
-    assert not answers_match(answer, truth)
+from mega_agentrl.reward.ares import accuracy, final_answer
 
 
 @pytest.mark.parametrize(
@@ -60,6 +18,22 @@ def test_different_answers(answer, truth):
         ("}} \\boxed{3}", "3"),
         ("seven", "seven"),
         ("", ""),
+        ("\\boxed{1} then \\boxed{}", ""),
+        ("\\fbox{4}", "4"),
+        ("steps\nAnswer: 34", "34"),
+        ("steps\nAnswer: $34$<|im_end|>", "$34$"),
+        ("Answer: \\boxed{34}", "34"),
+        ("**Answer:** 34\n", "34"),
+        ("**Final answer: 34**", "34"),
+        ("Answer:\n34", "34"),
+        ("So the answer is 3.5.", "3.5."),
+        ("x = 3\n#### 1,234", "1,234"),
+        ("\\boxed{12} is a guess\nAnswer: 34", "34"),
+        ("Answer: 3\nno: \\boxed{4}", "4"),
+        ("<think>\nAnswer: 3</think>so 4", "so 4"),
+        ("<think>\\boxed{3}</think>\nAnswer: 4", "4"),
+        ("Answer: 3\nor is it?", "Answer: 3\nor is it?"),
+        ("the answer isn't 5", "the answer isn't 5"),
     ],
 )
 def test_final_answer(response, answer):
@@ -69,15 +43,26 @@ def test_final_answer(response, answer):
 def test_accuracy():
     right = accuracy("\\boxed{0.5}", ["2", "\\frac{1}{2}"])
     assert (right.value, right.correct, right.f1, right.answer) == (1.0, True, 1.0, "0.5")
-    wrong = accuracy("\\boxed{3}", "2")
+    wrong = accuracy("\\boxed{3}", ["2"])
     assert (wrong.value, wrong.correct) == (0.0, False)
 
 
-@given(st.text(alphabet="\\boxed{}frac12 $.,", max_size=60), st.text(max_size=10))
-def test_any_text_has_a_reward(response, truth):
-    assert accuracy(response, truth).value in (0.0, 1.0)
+def test_expressions_are_compared_by_the_child():
+    score = accuracy("Answer: $(x+1)^2$", ["x^2+2x+1"]).result(300)
+    assert (score.value, score.correct, score.answer) == (1.0, True, "$(x+1)^2$")
+
+
+@given(st.text(alphabet="\\boxed{}frac12 $.,Answer:\n", max_size=60))
+def test_any_text_has_a_reward(response):
+    assert accuracy(response, ["Paris"]).value in (0.0, 1.0)
 
 
 def test_hostile_text_ends_soon():
-    accuracy("\\boxed{" * 20_000, "1")
-    accuracy("{" * 200_000, "1")
+    for text in (
+        "\\boxed{" * 20_000,
+        "{" * 200_000,
+        "Answer: " * 50_000,
+        "*" * 200_000,
+        "#" * 200_000,
+    ):
+        accuracy(text, ["1"])

@@ -12,6 +12,7 @@ from mega_agentrl.reward.call_parser import (
     FunctionCall,
     normalize_value,
     parse_calls,
+    read_word,
 )
 
 ONE = FunctionCall("get", (("a", ("number", 1.0)), ("b", ("text", "x"))))
@@ -22,7 +23,7 @@ ONE = FunctionCall("get", (("a", ("number", 1.0)), ("b", ("text", "x"))))
     [
         '{"name": "get", "arguments": {"a": 1, "b": "x"}}',
         '[{"arguments": {"b": "x", "a": 1.0}, "name": "get"}]',
-        '{"name": "get", "parameters": {"a": "1", "b": "x"}}',
+        '{"name": "get", "parameters": {"a": 1, "b": "x"}}',
         '{"name": "get", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}',
         '{"type": "function", "function": {"name": "get", "arguments": {"a": 1, "b": " x "}}}',
         '{"function": "get", "args": {"a": 1, "b": "x"}}',
@@ -96,11 +97,23 @@ def test_arguments_by_position_and_calls_as_arguments():
 
 
 def test_which_values_are_equal():
-    for equal in ((1, 1.0, "1", " 1.0 "), (True, "true", "True")):
+    for equal in ((1, 1.0), ("1", " 1 "), ((1, 2), [1.0, 2])):
         assert len(set(map(normalize_value, equal))) == 1
-    for one, other in ((True, 1), (None, ""), ("", 0), ("x", "X"), ([1], 1), (2**60, 2**60 + 1)):
+    for one, other in (
+        (True, 1),
+        (1, "1"),
+        ("1", "01"),
+        ("true", "True"),
+        (None, ""),
+        ("", 0),
+        ("x", "X"),
+        ([1], 1),
+        (2**60, 2**60 + 1),
+    ):
         assert normalize_value(one) != normalize_value(other)
-    assert normalize_value({"a": 1, "b": 2}) == normalize_value({"b": 2.0, "a": "1"})
+    assert normalize_value({"a": 1, "b": 2}) == normalize_value({"b": 2.0, "a": 1})
+    assert read_word("1.0") == normalize_value(1) and read_word("True") == normalize_value(True)
+    assert read_word("one") == normalize_value("one")
     with pytest.raises(CallParseError, match="bytes"):
         normalize_value(b"x")
 

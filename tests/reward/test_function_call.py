@@ -105,6 +105,29 @@ def test_bfcl_ignores_case_spaces_and_punctuation_of_texts_only(solution, truth,
     assert score(THINK + solution, truth, match="bfcl").value == bfcl
 
 
+@pytest.mark.parametrize("match", ["ast", "bfcl"])
+@pytest.mark.parametrize(
+    ("solution", "truth", "want"),
+    [
+        ("[f(zip='2134')]", "[f(zip='02134')]", 0),
+        ("[f(v='3.10')]", "[f(v='3.1')]", 0),
+        ("[f(v='1e3')]", "[f(v='1000')]", 0),
+        ("[f(o={'k': ['007']})]", "[f(o={'k': ['7']})]", 0),
+        ("[f(a=g(v='3.10'))]", "[f(a=g(v='3.1'))]", 0),
+        ("[f(v='3.10')]", "[f(v='3.10')]", 1),
+        ("[f(v='3.10')]", "[f(v=3.1)]", 1),
+        ("[f(v=7)]", "[f(v='007')]", 1),
+        ("[f(o={'k': [7]})]", "[f(o={'k': ['7']})]", 1),
+        ("[f(v='true')]", "[f(v=True)]", 1),
+        ("[f(v=1)]", "[f(v=True)]", 0),
+    ],
+)
+def test_two_texts_compare_as_texts_and_a_text_with_a_number_as_numbers(
+    match, solution, truth, want
+):
+    assert score(THINK + solution, truth, match=match).value == want
+
+
 @given(st.permutations(["f(a=1)", "g(b='x', c=[1, 2])", "f(a=2)", "h()"]))
 def test_any_order_is_the_same_set(calls):
     truth = "[f(a=1), f(a=2), g(c=[1, 2], b='x'), h()]"

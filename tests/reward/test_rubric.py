@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import permutations
@@ -27,7 +28,10 @@ from mega_agentrl.reward.rubric import (
     gather_futures,
 )
 from mega_agentrl.reward.user_reward import UserRewardError, UserRewardResult
-from mega_agentrl.types.records import Role, Turn
+from mega_agentrl.rollout.groups.scoring import PendingScore
+from mega_agentrl.rollout.metrics.failures import count_failures
+from mega_agentrl.rollout.metrics.rollout import reward_metrics
+from mega_agentrl.types.records import Role, RolloutTree, Turn
 from tests.fakes import OUTCOME, make_prompt, make_trajectory
 
 TEXT = "<think> r </think></search></python><answer> \\boxed{a b} </answer>"
@@ -148,10 +152,13 @@ def test_a_user_function_is_called_and_its_fields_are_kept():
     record.turns.append(called("search", text=" page"))
     future = rubric(parts, functions={"mine": mine}).score(record)
     assert not future.done()
-    (values,) = mine.calls
-    assert values["solution"] == TEXT + " page"
+    ((values,),) = mine.calls
+    assert values["solution_str"] == TEXT + " page"
     assert (values["data_source"], values["ground_truth"]) == ("d", "b")
-    assert values["extra_info"] == {"index": 3}
+    tools = {"search": 0.0}
+    assert values["extra_info"] == {"index": 3, "num_turns": 3, "rollout_reward_scores": tools}
+    assert (values["num_turns"], values["stop_reason"], values["tool_rewards"]) == (3, "eos", tools)
+    assert [message["role"] for message in values["messages"][-2:]] == ["assistant", "tool"]
     mine.future.set_result(UserRewardResult(value=3.0, fields={"steps": 2, "why": "good"}))
     got = future.result(0)
     assert got.parts == {"arpo": 1.0, "mine": 1.5} and got.value == 2.5
@@ -175,7 +182,58 @@ def test_a_function_that_fails_leaves_no_reward():
     assert str(future.exception(0)) == "it hung"
 
 
-def test_a_judge_reads_the_text_of_the_policy():
+def test_parts_without_a_score_are_left_out():
+    mine = PendingScorer()
+    weighted = rubric({"mine": 2.0, "arpo": 0.5}, functions={"mine": mine})
+    future = weighted.score(trajectory())
+    mine.future.set_result(UserRewardResult(value=None))
+    got = future.result(0)
+    assert (got.value, got.parts, got.correct) == (0.5, {"arpo": 0.5}, True)
+
+
+def test_no_part_with_a_score_leaves_the_trajectory_out_of_its_group_without_a_failure():
+    mine = PendingScorer()
+    record = trajectory()
+    future = rubric({"mine": 1.0}, functions={"mine": mine}).score(record)
+    mine.future.set_result(UserRewardResult(value=None))
+    PendingScore(trajectory=record, future=future).resolve()
+    assert record.reward_abstained and record.failed and record.score is None
+    other = trajectory()
+    other.score = rubric().score(other)
+    counts = count_failures([RolloutTree(prompt=record.prompt, trajectories=[record, other])])
+    assert (counts.num_failed, counts.num_abstained, counts.num_scored) == (0, 1, 1)
+    metrics = reward_metrics([record, other])
+    assert metrics["reward/failed_fraction"] == 0 and metrics["reward/abstained_fraction"] == 0.5
+
+
+def test_metrics_average_what_is_there_and_are_finite():
+    records = []
+    for fields in ({"x": 1}, {"x": math.nan}, {"x": 3.0, "y": None}, {"x": "text"}):
+        one = trajectory()
+        one.score = replace(rubric().score(one), extra_info={"mine": fields})
+        records.append(one)
+    metrics = reward_metrics(records)
+    assert metrics["reward/mine/x"] == 2.0 and "reward/mine/y" not in metrics
+
+
+def test_expressions_are_futures_of_the_rubric():
+    got = rubric({"accuracy": 2.0}).score(trajectory("\\boxed{x+1}", truth="1+x"))
+    assert got.result(300).value == 2.0
+
+
+@pytest.mark.parametrize("part", ["arpo", "arpo_released", "accuracy"])
+def test_numbers_and_search_r1s_targets_are_answers_and_no_answer_is_refused(part):
+    for truth in (34, 2.5, {"target": ["Paris", "City of Paris"]}, ["1", 2]):
+        check_prompt_rubrics(config({part: 1.0}), [make_prompt("p", ground_truth=truth)])
+    for truth in (None, "", [], {"other": 1}):
+        with pytest.raises(InputError) as caught:
+            check_prompt_rubrics(config({part: 1.0}), [make_prompt("p", ground_truth=truth)])
+        assert caught.value.name == "prompt p, ground_truth"
+        mine = config({"mine": 1.0}, functions={"mine": "m:f"})
+        check_prompt_rubrics(mine, [make_prompt("p", ground_truth=truth)])
+
+
+def test_a_judge_reads_the_trajectory():
     judge = PendingScorer()
     judge_config = RewardModelConfig(path_or_url="http://here/v1", served_model_name="judge")
     weighted = rubric({"model": 0.5, "arpo": 1.0}, judge=judge, model=judge_config)
@@ -183,7 +241,7 @@ def test_a_judge_reads_the_text_of_the_policy():
     record.turns.append(called("search", text=" page"))
     assert not weighted.needs_reward_model(record.prompt)
     future = weighted.score(record)
-    assert judge.calls == [(record.prompt.messages, TEXT, "b")]
+    assert judge.calls == [(record,)]
     judge.future.set_result(0.8)
     got = future.result(0)
     assert got.parts == {"model": pytest.approx(0.4), "arpo": 1.0}

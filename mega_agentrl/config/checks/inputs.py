@@ -27,9 +27,9 @@ from mega_agentrl.config.enums import (
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.data import parse_data_files
 from mega_agentrl.config.sections.reward import (
-    FUNCTION_ARGUMENTS,
     FUNCTION_EXPECTED,
     FUNCTION_NAME,
+    KNOWN_FUNCTION_ARGUMENTS,
     MODEL_PART,
 )
 from mega_agentrl.config.sections.tools import HOST_ROOT
@@ -191,7 +191,7 @@ def check_reward(config: TrainConfig) -> None:
             f"reward.functions.{name}",
             FUNCTION_EXPECTED,
             default_name=FUNCTION_NAME,
-            keywords=FUNCTION_ARGUMENTS,
+            keywords=KNOWN_FUNCTION_ARGUMENTS,
         )
     if reward.worker_env_vars and not reward.functions:
         raise ConfigError(
@@ -200,6 +200,8 @@ def check_reward(config: TrainConfig) -> None:
             "none without reward.functions, whose worker processes see them",
             "the API key of a reward model, which is set by reward.model.api_key_env",
         )
+    if reward.model.prompt_file:
+        _check_file_exists("reward.model.prompt_file", reward.model.prompt_file)
     if reward.hosts_reward_model:
         _check_hosted_reward_model(reward)
         _check_filter(config)

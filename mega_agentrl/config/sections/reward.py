@@ -22,8 +22,21 @@ BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PA
 FUNCTION_NAME = "compute_score"
 """Name of a user function whose reference has none."""
 FUNCTION_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keyword arguments that a user function is called with."""
-FUNCTION_EXPECTED = f"a plain function that is called with {', '.join(FUNCTION_ARGUMENTS)}"
+"""Keyword arguments of verl's reward functions, which a user function is called with."""
+OPTIONAL_FUNCTION_ARGUMENTS = ("messages", "num_turns", "stop_reason", "tool_rewards")
+"""Keyword arguments that only user functions get that name them."""
+KNOWN_FUNCTION_ARGUMENTS = (
+    *FUNCTION_ARGUMENTS,
+    *OPTIONAL_FUNCTION_ARGUMENTS,
+    *(f"{name}s" for name in FUNCTION_ARGUMENTS),  # batched functions of verl
+    *("reward_inputs", "reward_input"),  # EasyR1
+    *("prompts", "completions"),  # TRL
+)
+"""Arguments that a user function may need; `reward.user_call` says in which form."""
+FUNCTION_EXPECTED = (
+    f"a function, or a class with __call__, that is called with {', '.join(FUNCTION_ARGUMENTS)} or "
+    "some of these"
+)
 """Description of a user function, for errors."""
 
 
@@ -40,8 +53,17 @@ class RewardModelConfig(Section, key="reward.model"):
     api_key_env: str = ""
     """Environment variable that holds the server's API key; empty for none."""
 
+    prompt_file: str = ""
+    """File with a Jinja template of what a judge behind a URL reads; empty for the built-in one."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_range(
+            self.is_remote or not self.prompt_file,
+            "reward.model.prompt_file",
+            self.prompt_file,
+            "none unless reward.model.path_or_url is a URL",
+        )
         check_range(
             not self.is_remote or bool(self.served_model_name),
             "reward.model.served_model_name",

@@ -3,7 +3,8 @@
 `start_scores` scores the trajectories of a tree and returns the scores that are still being
 computed. The caller waits for them with `wait_for_scores` on an event loop, or with
 `resolve_scores` without one; the workers that compute them have their own deadlines. A trajectory
-whose reward cannot be computed counts as failed, never as a reward of 0.
+whose reward cannot be computed counts as failed, never as a reward of 0. One that the reward
+functions gave no score on purpose is left out of its group, but is no failure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_agentrl.types.errors import RewardError
+from mega_agentrl.types.errors import RewardAbstainedError, RewardError
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class PendingScore:
         """Block until the score is known and record it, or why there is none; idempotent."""
         try:
             self.trajectory.score = self.future.result()
+        except RewardAbstainedError:
+            self.trajectory.reward_abstained = True
         except RewardError as error:
             self.trajectory.reward_error = str(error)
         except CancelledError:

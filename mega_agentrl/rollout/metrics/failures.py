@@ -27,6 +27,8 @@ class FailureCounts:
     num_trajectories: int = 0
     num_failed: int = 0
     """Trajectories without a usable end or without a reward."""
+    num_abstained: int = 0
+    """Trajectories that the reward functions gave no score on purpose; they did not fail."""
     num_aborted: int = 0
     """Failed trajectories that an engine aborted, which never stop the run."""
     first_reason: str = ""
@@ -37,6 +39,7 @@ class FailureCounts:
         return FailureCounts(
             num_trajectories=self.num_trajectories + other.num_trajectories,
             num_failed=self.num_failed + other.num_failed,
+            num_abstained=self.num_abstained + other.num_abstained,
             num_aborted=self.num_aborted + other.num_aborted,
             first_reason=self.first_reason or other.first_reason,
         )
@@ -44,7 +47,7 @@ class FailureCounts:
     @property
     def num_scored(self) -> int:
         """Trajectories that have a score and did not fail."""
-        return self.num_trajectories - self.num_failed
+        return self.num_trajectories - self.num_failed - self.num_abstained
 
     @property
     def failed_fraction(self) -> float:
@@ -66,7 +69,8 @@ class FailureCounts:
 def count_failures(trees: Iterable[RolloutTree]) -> FailureCounts:
     """Return the counts of all trajectories of the trees, greedy ones left out."""
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
-    failed = [trajectory for trajectory in trajectories if trajectory.failed]
+    abstained = [trajectory for trajectory in trajectories if trajectory.reward_abstained]
+    failed = [item for item in trajectories if item.failed and not item.reward_abstained]
     # A failure that the user can fix comes before an abort by an engine.
     fixable = [item for item in failed if item.stop_reason is not StopReason.aborted]
     first = next(iter(fixable or failed), None)
@@ -74,6 +78,7 @@ def count_failures(trees: Iterable[RolloutTree]) -> FailureCounts:
     return FailureCounts(
         num_trajectories=len(trajectories),
         num_failed=len(failed),
+        num_abstained=len(abstained),
         num_aborted=len(failed) - len(fixable),
         first_reason=reason[:MAX_REASON_CHARS],
     )

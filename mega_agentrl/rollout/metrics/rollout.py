@@ -52,7 +52,10 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         **_length_metrics(trees, valid),
         "sampled_tokens_mean": mean_or_zero(sum(trajectory.loss_mask) for trajectory in valid),
         "num_turns_mean": mean_or_zero(_num_assistant_turns(trajectory) for trajectory in valid),
-        "failed_fraction": mean_or_zero(float(trajectory.failed) for trajectory in trajectories),
+        "failed_fraction": mean_or_zero(
+            float(trajectory.failed and not trajectory.reward_abstained)
+            for trajectory in trajectories
+        ),
         "num_trajectories": float(len(trajectories)),
         "truncated_fraction": mean_or_zero(
             float(trajectory.stop_reason in LIMIT_STOP_REASONS) for trajectory in trajectories
@@ -297,13 +300,17 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     reward/<part>/<field>   finite number (or bool) that a user's reward function returned in
                             addition
     reward/failed_fraction  share of all trajectories whose reward could not be computed
+    reward/abstained_fraction  share of those that the functions gave no score on purpose, if any
     """
     values: defaultdict[str, list[float]] = defaultdict(list)
     for score in valid_scores(trajectories):
         for name, value in _score_values(score):
             values[name].append(value)
     missing = [float(trajectory.reward_error != "") for trajectory in trajectories]
+    abstained = mean_or_zero(trajectory.reward_abstained for trajectory in trajectories)
     means = {f"reward/{name}": fmean(values[name]) for name in sorted(values)}
+    if abstained:
+        means["reward/abstained_fraction"] = abstained
     return {"reward/failed_fraction": fmean(missing) if missing else 0.0, **means}
 
 
@@ -311,7 +318,9 @@ def _score_values(score: Score) -> Iterator[tuple[str, float]]:
     yield from score.parts.items()
     for part, fields in score.extra_info.items():
         for name, value in fields.items():
-            if isinstance(value, bool | int | float) and math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
+                continue
+            if isinstance(value, int | float):
                 yield f"{part}/{name}", float(value)
 
 
