@@ -40,6 +40,7 @@ from mega_agentrl.config.override_keys import (
     parse_command_line,
     register_schema,
     repeated_keys,
+    replace_rubrics,
 )
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.schema import TrainConfig
@@ -98,6 +99,7 @@ def _in_sweep() -> bool:
 
 
 def _to_config(composed: DictConfig) -> TrainConfig:
+    replace_rubrics(composed, list(HydraConfig.get().overrides.task))
     composed.run_dir = str(Path(HydraConfig.get().runtime.output_dir).resolve())
     config = OmegaConf.to_object(composed)
     assert isinstance(config, TrainConfig)

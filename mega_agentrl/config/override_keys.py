@@ -18,7 +18,7 @@ from hydra._internal.utils import get_args_parser  # private; checked with Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
@@ -39,6 +39,7 @@ _CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
 _AGENT_KEY = "rollout.agent"
 """Setting whose entries may have entries at any depth."""
+_RUBRIC_KEY = "reward.rubric"
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
 
@@ -349,11 +350,46 @@ def compose_settings(overrides: Sequence[str], config_dir: Path, *other_dirs: Pa
     try:
         with initialize_config_dir(str(config_dir), version_base="1.3"):
             composed: DictConfig = compose("train", [*search_path, *overrides])
+            replace_rubrics(composed, overrides)
             return composed
     except HydraException as error:
         if (type_error := _type_error(error, overrides)) is not None:
             raise type_error from error
         raise
+
+
+def replace_rubrics(composed: DictConfig, overrides: Sequence[str]) -> None:
+    """Remove the parts that a file gave to a rubric which an override gives as a whole.
+
+    `+reward.rubric.default={mine:1}` means these weights. Hydra would add them to those of the
+    files, so that `reward=accuracy` would still count.
+
+    Args:
+        composed: the configuration with the overrides; changed in place.
+        overrides: the overrides, in order.
+    """
+    given: dict[str, set[str]] = {}
+    for override in map(_parse_override, overrides):
+        key, value = str(override.key_or_group), override.value()
+        source, _, part = key.removeprefix(f"{_RUBRIC_KEY}.").partition(".")
+        if key == _RUBRIC_KEY and isinstance(value, dict):
+            given = {str(name): set(map(str, parts or {})) for name, parts in value.items()}
+            rubric = composed.reward.rubric
+            for name in [name for name in rubric if name not in given]:
+                _delete_entry(rubric, name)
+        elif key == f"{_RUBRIC_KEY}.{source}" and isinstance(value, dict):
+            given[source] = set(map(str, value))
+        elif part and source in given:
+            given[source].add(part)
+    for source, parts in given.items():
+        weights = composed.reward.rubric.get(source)
+        for name in [name for name in weights or {} if name not in parts]:
+            _delete_entry(weights, name)
+
+
+def _delete_entry(node: DictConfig, name: Any) -> None:
+    with open_dict(node):
+        del node[name]
 
 
 def _type_error(error: HydraException, overrides: Sequence[str]) -> ConfigError | None:
@@ -369,9 +405,11 @@ def _type_error(error: HydraException, overrides: Sequence[str]) -> ConfigError 
         return None
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         for override in map(_parse_override, overrides):
-            if override.key_or_group == cause.full_key:
+            key = str(override.key_or_group)
+            is_above = isinstance(override.value(), dict) and cause.full_key.startswith(f"{key}.")
+            if key == cause.full_key or is_above:
                 expected = f"a + before the key of a new entry: '+{override.input_line}'"
-                return ConfigError(cause.full_key, override.value(), expected)
+                return ConfigError(key, override.value(), expected)
     origin, reason = str(error).splitlines()[0], str(cause).splitlines()[0]
     if origin.startswith("In "):  # the yaml file
         reason = f"{origin.rstrip(':')}: {reason}"

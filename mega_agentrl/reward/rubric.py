@@ -21,6 +21,7 @@ a run before anything starts. Worker processes check user functions when they st
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import Prompt, Trajectory
 
 _NUM_SUGGESTIONS = 3
+_ARPO_TAG = "<answer>"
+_logger = logging.getLogger(__name__)
 _PENDING_SCORE = Score(
     value=0.0, correct=False, f1=0.0, answer="", reason="not yet scored by the reward model"
 )
@@ -90,12 +93,17 @@ def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
 def check_prompt_rubrics(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     """Check that every prompt has a rubric whose parts can score it.
 
+    Logs a warning for each data source whose prompts never ask for the format that `arpo` reads.
+
     Raises:
         ValueError: a prompt has no rubric, or a part cannot read its ground truth or extra info.
     """
+    asks_for_tags: dict[str, bool] = {}
     for prompt in prompts:
         source = prompt.data_source
         weights = config.weights_for(source)
+        if "arpo" in weights and not asks_for_tags.get(source):
+            asks_for_tags[source] = _ARPO_TAG in str([m.get("content") for m in prompt.messages])
         if not weights:
             raise InputError(
                 f"prompt {prompt.prompt_id}, data source",
@@ -112,6 +120,14 @@ def check_prompt_rubrics(config: RewardConfig, prompts: Iterable[Prompt]) -> Non
         except ValueError as error:  # of a part that a user registered
             expected = "one that its parts can score"
             raise InputError(f"prompt {prompt.prompt_id}", str(error), expected) from error
+    for source in [source for source, asks in asks_for_tags.items() if not asks]:
+        _logger.warning(
+            "no prompt of the data source %s asks for %s, without which the reward part arpo gives "
+            "-1; for answers in \\boxed{} or after `Answer:` use '+reward.rubric.%s={accuracy:1}'",
+            source,
+            _ARPO_TAG,
+            source,
+        )
 
 
 def _check_prompt_parts(config: RewardConfig, weights: Collection[str], prompt: Prompt) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from mega_agentrl.config.override_keys import (
     check_overrides,
@@ -296,6 +296,39 @@ def test_weights_in_a_file_may_be_whole_numbers_and_names_may_have_dots(tmp_path
     check_overrides(overrides, find_config_dir(), tmp_path)
     config = OmegaConf.to_object(compose_settings(overrides, find_config_dir(), tmp_path))
     assert config.reward.rubric == {"default": yaml.safe_load(weights)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "weights"),
+    [
+        (["+reward.rubric.default={mine:1}"], {"default": {"mine": 1.0}}),
+        (["reward.rubric.default={accuracy:2}"], {"default": {"accuracy": 2.0}}),
+        (["+reward.rubric.default.mine=1"], {"default": {"accuracy": 1.0, "mine": 1.0}}),
+        (["+reward.rubric.default={accuracy:2,mine:1}"], {"default": {"accuracy": 2, "mine": 1}}),
+        (
+            ["+reward.rubric.default={mine:1}", "+reward.rubric.default.arpo=0.5"],
+            {"default": {"mine": 1.0, "arpo": 0.5}},
+        ),
+        (
+            ["+reward.rubric.math={mine:1}"],
+            {"default": {"accuracy": 1.0}, "math": {"mine": 1.0}},
+        ),
+        (["+reward.rubric={math:{mine:1}}"], {"math": {"mine": 1.0}}),
+    ],
+    ids=["whole", "no_plus", "one_weight", "two_weights", "then_one", "other_source", "all"],
+)
+def test_weights_of_a_source_given_as_a_whole_replace_those_of_the_group(overrides, weights):
+    register_schema()
+    composed = compose_settings(["reward=accuracy", *overrides], find_config_dir())
+    assert composed.reward.rubric == weights
+
+
+def test_new_weights_beside_those_of_the_group_need_a_plus():
+    register_schema()
+    overrides = ["reward=accuracy", "reward.rubric.default={mine:1}"]
+    error = refused(compose_settings, overrides, find_config_dir())
+    assert (error.key, error.got) == ("reward.rubric.default", {"mine": 1})
+    assert "+reward.rubric.default={mine:1}" in error.expected
 
 
 def test_a_weight_that_is_no_number_is_refused_with_its_key():

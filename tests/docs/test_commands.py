@@ -32,8 +32,10 @@ from mega_agentrl.config.override_keys import (
 from mega_agentrl.config.paths import find_config_dir
 from mega_agentrl.config.sections.data import DataConfig, DataFile, parse_data_files
 from mega_agentrl.data.rl_dataset import read_prompts
+from mega_agentrl.reward.llm_judge import JudgePrompt
 from tests.docs.blocks import PAGES, ROOT, code_spans, commands, read_blocks
 from tests.estimate.shapes import write_model_config
+from tests.fakes import make_trajectory
 
 PYTHON = ".venv/bin/python"
 OTHER_PROGRAMS = {"xdg-open", "git", "cd", "mkdir", "chmod", "ffmpeg", ".venv/bin/tensorboard"}
@@ -282,7 +284,10 @@ def test_a_row_is_read(block, tmp_path):
 
 
 def test_every_block_is_of_a_known_kind():
-    known = {"", "python", "yaml", "json"}
+    known = {"", "python", "yaml", "json", "jinja"}
     assert not [block.id for block in BLOCKS if block.language not in known]
     assert all(yaml.safe_load(block.text) for block in BLOCKS if block.language == "yaml")
     assert all(json.loads(block.text) for block in BLOCKS if block.language == "json")
+    for block in BLOCKS:
+        if block.language == "jinja":
+            assert JudgePrompt(block.text).render(make_trajectory())

@@ -309,6 +309,27 @@ def test_every_prompt_has_a_rubric():
     assert (caught.value.name, caught.value.got) == ("prompt b/1, data source", "qa")
 
 
+def test_a_data_source_that_asks_for_another_format_than_arpo_reads_is_named(caplog):
+    def prompt(source, text):
+        return make_prompt(data_source=source, messages=({"role": "user", "content": text},))
+
+    last_line = "The last line of your response should be of the form Answer: $Answer"
+    prompts = [prompt("tags", "2+2?"), prompt("tags", "in <answer> </answer>")]
+    prompts += [
+        prompt("math", last_line),
+        prompt("math", last_line),
+        prompt("math_dapo", last_line),
+    ]
+    check_prompt_rubrics(RewardConfig(), prompts)
+    (line,) = caplog.records
+    assert "+reward.rubric.math={accuracy:1}" in line.message
+
+
+def test_answers_of_dapo_are_read_by_default():
+    record = trajectory("2+2 is 4.\nAnswer: $4$", source="math_dapo", truth="4")
+    assert WeightedRubric(RewardConfig()).score(record).value == 1.0
+
+
 def test_a_prompt_that_a_part_cannot_read_is_refused():
     calls = make_prompt("p", ground_truth="no calls here")
     with pytest.raises(InputError) as caught:

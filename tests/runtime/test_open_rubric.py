@@ -97,15 +97,15 @@ def test_missing_variables_are_found_without_starting_anything(tmp_path, monkeyp
     check_reward_environment(RewardConfig(model=judge))
 
 
-def test_judge_gets_its_key_and_is_closed(monkeypatch):
+def test_judge_gets_its_key_and_its_prompt_and_is_closed(monkeypatch, tmp_path):
     made = []
 
     def judge(*args, **kwargs):
         made.append(SimpleNamespace(args=args, kwargs=kwargs, closed=0, close=close))
-        return made[0]
+        return made[-1]
 
     def close():
-        made[0].closed += 1
+        made[-1].closed += 1
 
     monkeypatch.setattr(module, "LLMJudge", judge)
     model = RewardModelConfig(
@@ -118,9 +118,17 @@ def test_judge_gets_its_key_and_is_closed(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "k")
     with open_rubric(config):
         assert made[0].args == ("http://here/v1", "grader")
+        assert made[0].kwargs.pop("prompt").render(make_trajectory())
         assert made[0].kwargs == {"timeout_s": 7.0, "api_key": "k"}
         assert not made[0].closed
     assert made[0].closed == 1
+    (tmp_path / "judge.jinja").write_text("Grade: {{ answer }}")
+    config.model.prompt_file = f"{tmp_path}/judge.jinja"
+    with open_rubric(config):
+        assert made[1].kwargs["prompt"].render(make_trajectory()) == "Grade: "
+    (tmp_path / "judge.jinja").write_text("Grade: {{ anwser }}")
+    wrong = refused_setting(open_rubric(config).__enter__)
+    assert wrong == ("reward.model.prompt_file", f"{tmp_path}/judge.jinja")
     local = RewardConfig(rubric={"default": {"model": 1.0}}, model=RewardModelConfig("f"))
     with open_rubric(local):
-        assert len(made) == 1
+        assert len(made) == 2

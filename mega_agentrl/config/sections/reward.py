@@ -17,6 +17,17 @@ FUNCTION_CALL_SOURCES = (
     "open_agentic_tool_use",
 )
 """Data sources whose answers are function calls."""
+ANSWER_LINE_SOURCES = (
+    "math_dapo",
+    "aime",
+    "aime_2024",
+    "aime_2025",
+    "aime24",
+    "aime25",
+    "aime2024",
+    "aime2025",
+)
+"""Data sources of DAPO, whose prompts ask for a last line with `Answer:`."""
 MODEL_PART = "model"
 BUILT_IN_PARTS = ("arpo", "arpo_released", "function_call", "accuracy", MODEL_PART)
 FUNCTION_NAME = "compute_score"
@@ -82,8 +93,8 @@ class RewardConfig(Section, key="reward"):
     r"""The reward of a trajectory: a weighted sum of named parts.
 
     Parts are `arpo` (scores the text), `arpo_released` (the published rule), `function_call`,
-    `accuracy` (a number or choice in `\boxed`), `model`, a key of `functions`, or the name of a
-    tool, whose step rewards and final reward are added.
+    `accuracy` (the answer in `\boxed` or after `Answer:`), `model`, a key of `functions`, or the
+    name of a tool, whose step rewards and final reward are added.
     """
 
     rubric: Annotated[
@@ -91,8 +102,8 @@ class RewardConfig(Section, key="reward"):
     ] = field(default_factory=dict)
     """Weight of each part by data source; `default` applies to all other sources
     (`+reward.rubric.default={arpo:1,gsm8k:0.5}`). If empty, data sources of function calls use
-    `function_call` and all others `arpo`. The first part of a source decides whether an answer is
-    correct."""
+    `function_call`, those of DAPO and AIME `accuracy`, and all others `arpo`. The first part of a
+    source decides whether an answer is correct."""
     functions: dict[str, str] = field(default_factory=dict)
     """User functions by part name (`+reward.functions.mine=/folder/file.py:compute_score`, or
     `package.module:compute_score`)."""
@@ -137,7 +148,8 @@ class RewardConfig(Section, key="reward"):
         if self.rubric:
             return self.rubric
         calls = {source: {"function_call": 1.0} for source in FUNCTION_CALL_SOURCES}
-        return {DEFAULT_SOURCE: {"arpo": 1.0}, **calls}
+        answers = {source: {"accuracy": 1.0} for source in ANSWER_LINE_SOURCES}
+        return {DEFAULT_SOURCE: {"arpo": 1.0}, **calls, **answers}
 
     def weights_for(self, source: str) -> dict[str, float]:
         """Return the weights of a data source; empty if neither it nor the default has any."""

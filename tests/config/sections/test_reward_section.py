@@ -39,13 +39,14 @@ def test_a_rubric_replaces_the_default():
     """A default on the field would be merged with the rubric of a run."""
     assert RewardConfig().weights_by_source["default"] == {"arpo": 1.0}
     assert RewardConfig().weights_by_source["bfcl"] == {"function_call": 1.0}
+    assert RewardConfig().weights_for("math_dapo") == {"accuracy": 1.0}
     named = OmegaConf.merge(
         OmegaConf.structured(RewardConfig), {"rubric": {"default": {"accuracy": 2.0}}}
     )
     config = OmegaConf.to_object(named)
     assert config.weights_by_source == {"default": {"accuracy": 2.0}}
     assert config.part_names == ("accuracy",)
-    assert RewardConfig().part_names == ("arpo", "function_call")
+    assert RewardConfig().part_names == ("arpo", "function_call", "accuracy")
 
 
 def test_names_below_the_rubric_are_free():
