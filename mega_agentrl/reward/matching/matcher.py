@@ -87,7 +87,11 @@ def map_grade(
     score_future.add_done_callback(lambda future: future.cancelled() and grade.cancel())
 
     def resolve(done: Future[float]) -> None:
-        if score_future.set_running_or_notify_cancel():
+        if not score_future.set_running_or_notify_cancel():
+            return
+        if (error := done.exception()) is not None:
+            score_future.set_exception(error)
+        else:
             score_future.set_result(to_score(done.result()))
 
     grade.add_done_callback(resolve)
@@ -287,6 +291,8 @@ def _are_one_choice(one: str, other: str) -> bool:
 
 def _are_lists(kinds: set[str], are_relations: bool, items: Sequence[str]) -> bool:
     """Return whether two kinds list values alike: `1, 2` and `1 or 2`, but not `x>1 or y<2`."""
+    if kinds == {"union", "alternatives"}:
+        return True  # x<1 or x>2, whose relations are compared with intervals
     if are_relations:
         variables = {split_assignment(item)[0] for item in items}
         is_one_variable = len(variables) == 1 and "" not in variables

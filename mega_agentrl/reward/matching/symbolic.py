@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from concurrent.futures import CancelledError, Future
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from mega_agentrl.reward.matching.notation import matching_bracket
 from mega_agentrl.reward.matching.units import Unit, parse_unit
 from mega_agentrl.reward.matching.words import has_words
 from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool, make_worker_call
+from mega_agentrl.types.errors import RewardError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,6 +42,7 @@ MAX_MEMORY_BYTES = 2 << 30
 _TIMEOUT_S = 60.0
 """Time after which a child is replaced that does not notice its limit of CPU time."""
 _MODULE = __name__
+_start_lock = threading.Lock()
 _logger = logging.getLogger(__name__)
 
 _COMMANDS = frozenset(
@@ -112,12 +115,27 @@ def submit(function: str, arguments: Mapping[str, Any], grade: float) -> Future[
         function: "module:name" of a function that returns a bool.
         arguments: its keyword arguments.
         grade: the grade if the function returns false, fails or takes too long; 1 otherwise.
+
+    Returns:
+        The future of the grade. It raises `RewardError` if no child process can be started.
     """
     grade_future: Future[float] = Future()
     question = {"function": function, "arguments": dict(arguments)}
-    call_future = _pool(os.getpid()).submit(f"{_MODULE}:answer_within_limits", question)
-    grade_future.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
-    call_future.add_done_callback(partial(_resolve, grade_future, grade))
+
+    def ask(pool_future: Future[WorkerPool]) -> None:
+        try:
+            pool = pool_future.result()
+            call_future = pool.submit(f"{_MODULE}:answer_within_limits", question)
+        except (ValueError, WorkerCallError) as error:
+            if grade_future.set_running_or_notify_cancel():
+                grade_future.set_exception(RewardError(f"symbolic equality: {error}"))
+            return
+        grade_future.add_done_callback(lambda future: future.cancelled() and call_future.cancel())
+        call_future.add_done_callback(partial(_resolve, grade_future, grade))
+
+    with _start_lock:
+        pool_future = _start_pool(os.getpid())
+    pool_future.add_done_callback(ask)
     return grade_future
 
 
@@ -152,13 +170,26 @@ class _OutOfTimeError(BaseException):
 
 
 @cache
-def _pool(process_id: int) -> WorkerPool:
-    """Return the pool of this process, started; a forked process has one of its own."""
+def _start_pool(process_id: int) -> Future[WorkerPool]:
+    """Return the future of the pool of this process; a forked process has one of its own.
+
+    A thread starts it, because that takes seconds and the caller may be an event loop.
+    """
     warm_up = make_worker_call(f"{_MODULE}:set_limits", {})
     pool = WorkerPool(1, _TIMEOUT_S, warm_up=[warm_up])
-    pool.start()
     atexit.register(pool.close)
-    return pool
+    pool_future: Future[WorkerPool] = Future()
+
+    def start() -> None:
+        try:
+            pool.start()
+        except (ValueError, RuntimeError) as error:  # RuntimeError: this process ends
+            pool_future.set_exception(ValueError(str(error)))
+        else:
+            pool_future.set_result(pool)
+
+    threading.Thread(target=start, name="symbolic", daemon=True).start()
+    return pool_future
 
 
 def _resolve(grade_future: Future[float], grade: float, call_future: Future[Any]) -> None:
