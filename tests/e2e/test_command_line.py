@@ -99,7 +99,7 @@ BAD_INPUT = {
     "own branching rule": (rule_without_a_decision, "Branching does not define num_forks"),
     "own loss": (loss_of_one_argument, "the arguments of loss are (logp_BT)"),
     "option": (lambda a, t: "algo.loss_options.clip_hihg=0.3", "the nearest is clip_high"),
-    "own reward": (reward_of_one_argument, "the arguments of compute_score are (text)"),
+    "own reward": (reward_of_one_argument, "compute_score also needs text"),
     "host size": (lambda a, t: "parallel.data=64", "more ranks than"),
     "data": (parquet_without_truth, "reward_model"),
     "data with an own loss": (parquet_without_truth_with_an_own_loss, "reward_model"),

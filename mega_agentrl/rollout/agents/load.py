@@ -24,7 +24,6 @@ from mega_agentrl.rollout.agents.command import CommandAgent, default_num_comman
 from mega_agentrl.rollout.agents.function import FunctionAgent
 from mega_agentrl.rollout.agents.host import LoadedAgent
 from mega_agentrl.rollout.agents.policy_errors import PolicyErrors
-from mega_agentrl.rollout.branching.policy import make_branch_policy
 from mega_agentrl.rollout.gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -66,7 +65,11 @@ def check_agent_branching(config: RolloutConfig) -> None:
 
     An agent is forked while it runs; attempts that have ended cannot be continued.
     """
-    if config.agent and make_branch_policy(config).num_expansion_rounds:
+    if not config.agent:
+        return
+    from mega_agentrl.rollout.branching.policy import make_branch_policy  # imports torch
+
+    if make_branch_policy(config).num_expansion_rounds:
         raise ConfigError(
             "rollout.branching",
             config.branching,
