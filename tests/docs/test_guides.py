@@ -58,7 +58,9 @@ FILES = [
     for block in TESTED
     if block.file and (block.language in ("python", "yaml") or block.file.startswith("examples/"))
 ]
-FRAGMENTS = [block for block in TESTED if block.language in ("python", "yaml") and not block.file]
+FRAGMENTS = [
+    block for block in TESTED if block.language in ("python", "yaml", "jinja") and not block.file
+]
 RECORDS = [block for block in TESTED if block.language == "json" and block not in FILES]
 SHELL = [block for block in TESTED if not block.language]
 
@@ -111,7 +113,7 @@ def run_within_deadline(work):
 def test_every_block_is_of_a_known_kind():
     known = (*FILES, *RECORDS, *SHELL, *FRAGMENTS)
     assert not [block.id for block in TESTED if block not in known]
-    for block in FRAGMENTS:  # of python; `test_commands` composes those of yaml
+    for block in FRAGMENTS:  # of python; `test_commands` reads the others
         compile(block.text if block.language == "python" else "", block.id, "exec")
     assert sum(bool(block.untested) for block in BLOCKS) <= MAX_UNTESTED
     fences = sum((ROOT / guide).read_text().count("\n```") for guide in GUIDES)

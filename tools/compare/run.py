@@ -214,6 +214,7 @@ def _train(
             step, evaluations = progress.step + 1, progress.evaluations
             try:
                 trainer.step(step)
+                logger.finish_step()
             except ValueError as error:  # such as no group that the filter accepts
                 logger.print_line(f"{folder.name} ends in step {step}: {error}")
                 return _stopped_run(parts, base, logger.rollout_cost, evaluations, budget, error)
