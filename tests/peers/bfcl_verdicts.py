@@ -65,6 +65,10 @@ def comparisons(num_inputs: int) -> Iterator[Comparison]:
                 "the text of a number is the number here",
                 lambda answer: answer.kind.endswith("as a text"),
             ),
+            Reason(
+                "calls are matched as well as they can be here, one after the other there",
+                lambda answer: answer.kind == "other order",
+            ),
         ),
     )
 

@@ -424,7 +424,8 @@ def _accepted_call(
         if types and argument not in types:
             values = []
         elif not _takes_text(types.get(argument), values):
-            values = [value for value in values if value != ""]
+            takes_list = any(isinstance(value, list) for value in values)
+            values = [[] if value == "" else value for value in values if value != "" or takes_list]
         choices = _accepted_values(values, where, row)
         if not choices and not can_omit:
             cause = "an argument that the function does not have, or requires"
@@ -453,7 +454,10 @@ def _parameter_types(name: str, functions: Sequence[Any]) -> tuple[dict[str, Any
 
 
 def _takes_text(kind: str | None, values: Sequence[Any]) -> bool:
-    """Return whether the empty text is a value of an argument, and not only a sign to omit it."""
+    """Return whether the empty text is a value of an argument, and not only a sign to omit it.
+
+    For an argument that takes lists, the empty text stands for the empty list as well.
+    """
     return kind in _TEXT_TYPES or any(isinstance(value, str) and value for value in values)
 
 

@@ -32,7 +32,6 @@ from tests.actor.model.lora_jobs import (
 from tests.parallel.merge import assemble, relative_errors, scores_by_row
 from tests.tiny_models import make_tiny_model
 from tests.tree_batches import make_tree_batch
-from tools import export_hf
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -228,6 +227,8 @@ def test_exported_adapters_are_what_a_new_policy_starts_from(
 ):
     folder, out = folders("qwen3_moe"), tmp_path / "peft"
     arguments = ["--model", str(folder), "--out", str(out), "--adapter"]
+    from tools import export_hf  # needs Hydra, which the environment of the GPU tests lacks
+
     assert export_hf.main([str(saved.root / "checkpoint"), *arguments]) == 0
     tensors = load_file(out / "adapter_model.safetensors")
     names = {name.removeprefix("base_model.model."): name for name in tensors}

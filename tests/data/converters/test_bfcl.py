@@ -299,6 +299,7 @@ def function(**types):
         pytest.param({"may": "string"}, ["Rome", ""], ["Rome", ""], True, id="optional_text"),
         pytest.param({"may": "integer"}, [5, ""], [5], True, id="optional_number"),
         pytest.param({"may": "integer"}, ["port", ""], ["port", ""], True, id="variable_as_text"),
+        pytest.param({"may": "array"}, [["a"], ""], [["a"], []], True, id="optional_list"),
         pytest.param({"may": "boolean"}, [True], [True], False, id="must_be_given"),
     ],
 )
