@@ -1,4 +1,4 @@
-"""What keys and classes of other trainers are called here.
+"""Maps keys and classes of other trainers to their names here.
 
 Errors that meet one of them name ours (`describe_key`, `describe_class`), and `docs/from_verl.md`
 lists all of them. A name of theirs may end in `.*`, which is every key below it.

@@ -1,4 +1,4 @@
-"""What ran in a run folder: one record per start, in `starts.jsonl`.
+"""Records the starts of a run folder in `starts.jsonl`: command, presets, commits, versions.
 
 `runtime.start_record` collects the facts. The trackers get those of the latest start, and the
 report page shows them.

@@ -29,7 +29,7 @@ Normalize = Callable[[NormalizedValue], NormalizedValue]
 
 @dataclass(frozen=True, slots=True)
 class AcceptedMembers:
-    """What the arguments of a call, or the members of an object, may be."""
+    """Accepted values of the arguments of a call, or of the members of an object."""
 
     accepted: Mapping[str, tuple[Any, ...]]
     """Accepted values by name: normalised values, `AcceptedMembers`, or lists of these."""

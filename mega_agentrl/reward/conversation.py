@@ -1,4 +1,4 @@
-"""What reward functions and judges learn of a trajectory beside its text."""
+"""Describes a trajectory to reward functions and judges: its messages, turns and tool rewards."""
 
 from __future__ import annotations
 

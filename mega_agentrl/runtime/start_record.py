@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.report.gpu.nvml_reader import open_nvml_reader
 from mega_agentrl.report.run_start import RunStart
-from mega_agentrl.sandbox.process import read_command
+from mega_agentrl.sandbox.process import run_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,7 +68,7 @@ def find_commit(folder: Path) -> str:
     options = ("--always", "--dirty", "--abbrev=40", "--exclude=*")
     command = [git, "--no-optional-locks", "-C", str(folder), "describe", *options]
     try:
-        code, output = read_command(command, timeout_s=_GIT_TIMEOUT_S)
+        code, output = run_command(command, timeout_s=_GIT_TIMEOUT_S, stream="stdout")
     except OSError:  # also a timeout, in a large folder
         return ""
     return output if code == 0 else ""

@@ -11,7 +11,7 @@ import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,34 +84,21 @@ def kill_child(child: Child, *, timeout_s: float = 5.0) -> None:
         return  # it is blocked in the kernel and ends when its system call returns
 
 
-def run_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
-    """Run a short command; return its exit code and error text.
+def run_command(
+    command: Sequence[str], *, timeout_s: float, stream: Literal["stdout", "stderr"] = "stderr"
+) -> tuple[int, str]:
+    """Run a short command; return its exit code and what it writes to one of its streams.
 
     Raises:
         TimeoutError: The command ran past `timeout_s` and was killed.
         OSError: The command cannot be started.
     """
-    child = start_child(command, stderr=subprocess.PIPE)
-    _, error = _communicate(child, command[0], timeout_s)
-    return child.returncode, error.decode("utf-8", "replace").strip()
-
-
-def read_command(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
-    """Run a short command; return its exit code and output.
-
-    Raises:
-        TimeoutError: The command ran past `timeout_s` and was killed.
-        OSError: The command cannot be started.
-    """
-    child = start_child(command, stdout=subprocess.PIPE)
-    output, _ = _communicate(child, command[0], timeout_s)
-    return child.returncode, output.decode("utf-8", "replace").strip()
-
-
-def _communicate(child: Child, name: str, timeout_s: float) -> tuple[bytes, bytes]:
+    pipes = {"stdout": DEVNULL, "stderr": DEVNULL, stream: PIPE}
+    child = start_child(command, stdout=pipes["stdout"], stderr=pipes["stderr"])
     try:
-        return child.communicate(timeout=timeout_s)
+        texts = child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        raise TimeoutError(f"{name} did not end within {timeout_s:g} s") from None
+        raise TimeoutError(f"{command[0]} did not end within {timeout_s:g} s") from None
     finally:
         kill_child(child)
+    return child.returncode, b"".join(filter(None, texts)).decode("utf-8", "replace").strip()

@@ -176,7 +176,7 @@ def test_tools_that_are_no_list_of_schemas_are_refused(tmp_path, cell):
 
 
 def test_missing_tools_kwargs_are_one_line_with_a_count_where_they_are_needed(tmp_path, caplog):
-    """As in the 10,000 rows of ARPO's train_10k.parquet."""
+    """The 10,000 rows of ARPO's train_10k.parquet have this form."""
     rows = numbered(*"abcdef")
     for each, need in zip(rows, (None, False, True, True, True, True), strict=True):
         each["extra_info"]["need_tools_kwargs"] = need
@@ -238,7 +238,7 @@ def test_repeated_rows_of_validation_data_are_samples_of_one_question(tmp_path, 
 
 
 def test_different_rows_with_one_index_get_ids_of_their_own(tmp_path, caplog):
-    """As gsm8k's train and test files, both of which count from 0."""
+    """The train and test files of gsm8k both count from 0."""
     rows = [
         {**row(text), "extra_info": {"index": 0, "split": split}}
         for text, split in (("one", "train"), ("two", "test"), ("three", "other"), ("two", "test"))

@@ -47,7 +47,7 @@ STAND_INS = {
     "data.train=...": "data.train=train.parquet",
     "data.validation=...": "data.validation=validation.parquet",
 }
-"""What a user writes in place of three dots."""
+"""Values that replace the three dots of a command."""
 USERS_FILES = ("sft.train_data", "sft.dev_data", "tool.search.source", "tool.user_tools_file")
 QUICK_PAGE = "docs/own_environment.md"
 """Page whose commands are also tested by `make test`; `test_readme` has the runs of the README."""

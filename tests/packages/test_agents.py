@@ -25,7 +25,7 @@ SHELL = [
     call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat sum"),
 ]
 UNDECLARED_OF_QWEN = ("numpy", "soundfile", "tqdm", "python-dateutil")
-"""What qwen-agent imports and does not name as requirements."""
+"""Packages that qwen-agent imports and does not name as requirements."""
 AGENTS = {
     "openai-agents": ((), SUM, "Responses API, a function tool"),
     "langgraph": (("langgraph", "langchain-openai"), SUM, "ReAct agent, streamed"),

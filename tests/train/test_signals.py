@@ -228,20 +228,25 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_signal_while_a_run_starts_ends_it_even_if_a_library_waits(wait):
-    text = START.format(wait=WAITS[wait][0], then=WAITS[wait][1])
+def terminate_while_it_starts(text):
+    """Send TERM to a Python program that says when it is ready; return its standard error."""
     child = subprocess.Popen(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=60)
+        _, stderr = child.communicate(timeout=60)
     finally:
         child.kill()
     assert child.returncode == EXIT_CODES[signal.SIGTERM]
-    assert "SIGTERM" in said
+    assert "SIGTERM" in stderr
+    return stderr
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_signal_while_a_run_starts_ends_it_even_if_a_library_waits(wait):
+    terminate_while_it_starts(START.format(wait=WAITS[wait][0], then=WAITS[wait][1]))
 
 
 def test_a_second_signal_while_a_run_starts_is_taken_too():
@@ -293,20 +298,8 @@ with handler.limit_start(timeout_s=0.05):
 
 
 def test_a_signal_in_the_last_moment_of_a_start_prints_no_traceback():
-    child = subprocess.Popen(
-        [sys.executable, "-c", SIGNAL_WHILE_IT_ENDS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert child.stdout.readline() == "ready\n"
-        child.send_signal(signal.SIGTERM)
-        _, stderr = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == EXIT_CODES[signal.SIGTERM]
-    assert "SIGTERM" in stderr and "BrokenPipe" not in stderr and "Traceback" not in stderr
+    stderr = terminate_while_it_starts(SIGNAL_WHILE_IT_ENDS)
+    assert "BrokenPipe" not in stderr and "Traceback" not in stderr
 
 
 SECOND_SIGNAL = """

@@ -539,9 +539,8 @@ class AgentSession:
         if not context.temperature:
             return None
         turn = int.from_bytes(pending.block.digest, "big")
-        index = 2 * pending.sample_index + piece
-        step = context.step
-        return request_seed(context.seed, step, scope.prompt_key, scope.path, turn, index)
+        place = (context.step, scope.prompt_key, scope.path, turn, 2 * pending.sample_index + piece)
+        return request_seed(context.seed, *place)
 
     def _add_answer(
         self, pending: _PendingRequest, generation: Generation, *, is_replayed: bool
@@ -597,6 +596,5 @@ class AgentSession:
             StopReason.turn_limit: f"rollout.max_turns={config.max_turns}",
             StopReason.call_limit: f"rollout.max_tool_calls={config.max_tool_calls}",
         }[reason]
-        return GatewayError(
-            ErrorKind.budget_spent, f"the session has used up {limit}; it cannot continue"
-        )
+        message = f"the session has used up {limit}; it cannot continue"
+        return GatewayError(ErrorKind.budget_spent, message)

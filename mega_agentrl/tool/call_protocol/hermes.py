@@ -123,7 +123,7 @@ class _Piece:
     """A part of a turn."""
 
     text: str
-    """As the policy wrote it, for the reasoning without its markers."""
+    """The text that the policy wrote; reasoning is without its markers."""
     is_reasoning: bool = False
     call: ToolCall | UnreadableCall | None = None
 

@@ -48,7 +48,7 @@ class UnreadableCall:
     tool: str
     """Name of the tool, as far as it can be read."""
     problem: str
-    """What is wrong, as the rest of a sentence on the call."""
+    """The reason, which completes a sentence that begins with the call."""
 
 
 def read_call(text: str, start: int) -> tuple[ToolCall | UnreadableCall, int]:

@@ -328,7 +328,7 @@ def test_objects_list_the_values_of_their_members_also_inside_lists():
 
 
 def test_values_below_the_members_of_an_object_are_compared_as_they_are():
-    """As in live_multiple_121-46-0 of bfcl-eval 2026.3.23."""
+    """The form is that of live_multiple_121-46-0 of bfcl-eval 2026.3.23."""
     position = {"lateral": 10.5, "longitudinal": 50}
     truth = [{"f": {"ego_info": [{"position": [position], "orientation": [30]}]}}]
     assert calls(truth) == [

@@ -1,4 +1,4 @@
-"""What the sessions without a framework share: one question to the policy."""
+"""Asks the policy a question over HTTP, for sessions without a framework."""
 
 import json
 import os

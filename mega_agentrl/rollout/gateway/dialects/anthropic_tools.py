@@ -28,6 +28,15 @@ _LINES = {
     "description": "First and last line to show, from 1; -1 is the end of the file.",
 }
 
+_FILE_FIELDS = {
+    "path": _text("Path of the file or folder."),
+    "file_text": _text("create: content of the new file."),
+    "old_str": _text("str_replace: text to replace; it must occur exactly once."),
+    "new_str": _text("str_replace: text in its place."),
+    "insert_line": _LINE,
+    "insert_text": _text("insert: text to insert."),
+}
+
 CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash": (
         "Run a command in a bash shell that stays open between calls.",
@@ -42,12 +51,7 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         _object(
             ("command", "path"),
             command=_choice("view", "create", "str_replace", "insert", "undo_edit"),
-            path=_text("Path of the file or folder."),
-            file_text=_text("create: content of the new file."),
-            old_str=_text("str_replace: text to replace; it must occur exactly once."),
-            new_str=_text("str_replace: text in its place."),
-            insert_line=_LINE,
-            insert_text=_text("insert: text to insert."),
+            **_FILE_FIELDS,
             view_range=_LINES,
         ),
     ),
@@ -56,12 +60,7 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         _object(
             ("command",),
             command=_choice("view", "create", "str_replace", "insert", "delete", "rename"),
-            path=_text("Path of the file or folder."),
-            file_text=_text("create: content of the new file."),
-            old_str=_text("str_replace: text to replace; it must occur exactly once."),
-            new_str=_text("str_replace: text in its place."),
-            insert_line=_LINE,
-            insert_text=_text("insert: text to insert."),
+            **_FILE_FIELDS,
             old_path=_text("rename: present path."),
             new_path=_text("rename: new path."),
             view_range=_LINES,
