@@ -26,7 +26,7 @@ The empty text among the values means what it means in BFCL's checker: the argum
 unless the function requires it, and the empty text itself is right where a text is expected. An
 object lists the accepted values of its members in the same way, also inside of a list; values below
 that are compared as they are. A question that no answer can satisfy, such as one with an empty list
-of values, is left out with a note.
+of values, is malformed.
 
 BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation):
 `reward.function_call_match=bfcl` compares as it does.
@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,12 @@ from mega_agentrl.data.converters.function_calls import (
     parameter_schemas,
     parse_python_call,
 )
-from mega_agentrl.data.converters.source_row import ConversionResult, SourceRow, make_rl_row
-from mega_agentrl.errors import InputError
+from mega_agentrl.data.converters.source_row import (
+    ConversionResult,
+    SourceRow,
+    convert_each,
+    make_rl_row,
+)
 from mega_agentrl.types.records import Message
 
 SINGLE_TURN, MULTI_TURN = "single_turn", "multi_turn"
@@ -73,55 +78,48 @@ _TEXT_TYPES = ("string", "String", "char", "any", "Any")
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array"}
 _OTHER_ANSWERS = "the answers of another version of BFCL"
 _NOTE_ONE_TURN = "left out: a question of one turn (--source bfcl converts it)"
-_NOTE_NO_ANSWER = "left out: no answer can satisfy what is expected"
 _NOTE_UNKNOWN_CALLS = "left out: a call is expected, but the data does not say which"
 
 _TurnRows = list[tuple[str, list[Message], str, dict[str, Any]]]
 
 
 def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
-    """Convert all questions, without those whose expected calls nothing can satisfy.
+    """Convert all questions (`convert_each`).
 
     Raises:
-        ValueError: a row has no question or no answer; the message names row and field.
+        ValueError: A file was given twice, or without the file of its questions.
     """
     questions, documents = _join_by_id(rows)
-    result = ConversionResult([])
-    errors: list[InputError] = []
-    for row in questions:
+    notes: Counter[str] = Counter()
+
+    def convert(row: SourceRow, _: int) -> list[dict[str, Any]]:
         category = _category(row)
         turns = _parse_turns(row)
         truth = _expected_calls(row, category)
         if truth is None:
-            result.notes[_NOTE_UNKNOWN_CALLS] += 1
-            continue
+            notes[_NOTE_UNKNOWN_CALLS] += 1
+            return []
         functions = _available_functions(row, documents)
         has_turns = len(turns) > 1 or any(isinstance(item, list) for item in truth)
         if has_turns:
             _check_turns(row, turns, truth)
-        try:
-            turn_rows = (
-                _multi_turn_rows(row, turns, truth, functions)
-                if has_turns
-                else _single_turn_rows(row, turns[0], truth, functions)
+        turn_rows = (
+            _multi_turn_rows(row, turns, truth, functions)
+            if has_turns
+            else _single_turn_rows(row, turns[0], truth, functions)
+        )
+        return [
+            make_rl_row(
+                data_source=data_source,
+                messages=messages,
+                ground_truth=answers,
+                ability="function_calling",
+                extra_info={"index": index, "category": category, **extra},
             )
-        except InputError as error:
-            errors.append(error)
-            continue
-        for index, messages, answers, extra in turn_rows:
-            extra_info = {"index": index, "category": category, **extra}
-            result.rows.append(
-                make_rl_row(
-                    data_source=data_source,
-                    messages=messages,
-                    ground_truth=answers,
-                    ability="function_calling",
-                    extra_info=extra_info,
-                )
-            )
-    if errors:
-        result.notes[f"{_NOTE_NO_ANSWER}; the first is {errors[0]}"] = len(errors)
-    return result
+            for index, messages, answers, extra in turn_rows
+        ]
+
+    return convert_each(questions, convert, notes)
 
 
 def convert_bfcl_conversations(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
@@ -134,16 +132,18 @@ def convert_bfcl_conversations(rows: Sequence[SourceRow], data_source: str) -> C
     until then; as in BFCL, an earlier call of such a function runs.
 
     Raises:
-        ValueError: a row is malformed; the message names row and field.
+        ValueError: A file was given twice, or without the file of its questions.
     """
     questions, documents = _join_by_id(rows)
-    result = ConversionResult([])
-    for row in questions:
+    notes: Counter[str] = Counter()
+
+    def convert(row: SourceRow, _: int) -> list[dict[str, Any]]:
         if row.values.get("involved_classes") is None:
-            result.notes[_NOTE_ONE_TURN] += 1
-        else:
-            result.rows.append(_conversation_row(row, documents, data_source))
-    return result
+            notes[_NOTE_ONE_TURN] += 1
+            return []
+        return [_conversation_row(row, documents, data_source)]
+
+    return convert_each(questions, convert, notes)
 
 
 def _conversation_row(

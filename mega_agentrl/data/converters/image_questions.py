@@ -20,6 +20,7 @@ from typing import Any
 from mega_agentrl.data.converters.source_row import (
     ConversionResult,
     SourceRow,
+    convert_each,
     make_rl_row,
     unique_row_id,
 )
@@ -34,25 +35,25 @@ BOXED_PROMPT = (
 def convert_geometry3k(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert Geometry3K rows; an `id` identifies them, if they have one."""
     row_ids: set[str] = set()
-    return ConversionResult(
-        [
-            _make_row(
-                row,
-                data_source,
-                question=row.get_text("problem"),
-                images=_images(row, "images"),
-                answers=[_plain_answer(row.get_text("answer"))],
-                index=unique_row_id(row, place, row_ids),
-            )
-            for place, row in enumerate(rows)
-        ]
-    )
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
+        made = _make_row(
+            row,
+            data_source,
+            question=row.get_text("problem"),
+            images=_images(row, "images"),
+            answers=[_plain_answer(row.get_text("answer"))],
+            index=unique_row_id(row, place, row_ids),
+        )
+        return [made]
+
+    return convert_each(rows, convert)
 
 
 def convert_chartqa(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert ChartQA rows; their position is their index."""
-    converted = []
-    for place, row in enumerate(rows):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         label = row.get("label")
         answers = [label] if isinstance(label, str) else row.get_list("label")
         if not answers or not all(isinstance(text, str) and text.strip() for text in answers):
@@ -66,15 +67,16 @@ def convert_chartqa(rows: Sequence[SourceRow], data_source: str) -> ConversionRe
             answers=[text.strip() for text in answers],
             index=str(place),
         )
-        converted.append(made)
-    return ConversionResult(converted)
+        return [made]
+
+    return convert_each(rows, convert)
 
 
 def convert_virl39k(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert ViRL39K rows, which `qid` identifies; their `category` is kept."""
     row_ids: set[str] = set()
-    converted = []
-    for place, row in enumerate(rows):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         values = {**row.values, "id": row.get_text("qid")}
         identified = SourceRow(row.file, row.place, values)
         made = _make_row(
@@ -87,8 +89,9 @@ def convert_virl39k(rows: Sequence[SourceRow], data_source: str) -> ConversionRe
         )
         category = row.values.get("category")
         made["extra_info"]["category"] = category if isinstance(category, str) else ""
-        converted.append(made)
-    return ConversionResult(converted)
+        return [made]
+
+    return convert_each(rows, convert)
 
 
 def _make_row(

@@ -27,6 +27,7 @@ from mega_agentrl.data.converters.function_calls import (
 from mega_agentrl.data.converters.source_row import (
     ConversionResult,
     SourceRow,
+    convert_each,
     make_rl_row,
     unique_row_id,
 )
@@ -54,17 +55,20 @@ _NOTE_NO_QUESTION = "left out: calls before the first question"
 
 
 def convert_agentic(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
-    """Convert all conversations; raise `ValueError` naming row and field for malformed ones."""
+    """Convert the conversations (`convert_each`)."""
     if rows and "query" in rows[0].values:
         return convert_xlam(rows, data_source)
     row_ids: set[str] = set()
-    result = ConversionResult([])
-    for place, row in enumerate(rows):
+    notes: Counter[str] = Counter()
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         name = unique_row_id(row, place, row_ids)
-        answer_rows = _conversation_rows(row, name, data_source, result.notes)
-        result.notes[_NOTE_NO_CALLS] += not answer_rows
-        result.rows.extend(answer_rows)
-    return ConversionResult(result.rows, +result.notes)
+        answer_rows = _conversation_rows(row, name, data_source, notes)
+        if not answer_rows:
+            notes[_NOTE_NO_CALLS] += 1
+        return answer_rows
+
+    return convert_each(rows, convert, notes)
 
 
 def _conversation_rows(

@@ -21,6 +21,7 @@ from mega_agentrl.data.chat_messages import validate_messages
 from mega_agentrl.data.converters.source_row import (
     ConversionResult,
     SourceRow,
+    convert_each,
     make_rl_row,
     unique_row_id,
 )
@@ -42,75 +43,80 @@ def convert_search_r1(rows: Sequence[SourceRow], data_source: str) -> Conversion
     Rows of the training set have their answers in `reward_model.ground_truth.target`.
     """
     row_ids: dict[str, set[str]] = {}
-    converted = []
-    for place, row in enumerate(rows):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         source = _data_source(row, data_source)
         index = unique_row_id(row, place, row_ids.setdefault(source, set()))
-        converted.append(
-            make_rl_row(
-                data_source=source,
-                messages=_question_messages(row.get_text("question").strip()),
-                ground_truth=_golden_answers(row),
-                ability="search",
-                extra_info={"index": index, "tools_kwargs": {"search": {"create_kwargs": None}}},
-            )
+        made = make_rl_row(
+            data_source=source,
+            messages=_question_messages(row.get_text("question").strip()),
+            ground_truth=_golden_answers(row),
+            ability="search",
+            extra_info={"index": index, "tools_kwargs": {"search": {"create_kwargs": None}}},
         )
-    return ConversionResult(converted)
+        return [made]
+
+    return convert_each(rows, convert)
 
 
 def convert_gsm8k(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     """Convert GSM8K rows; `tools_kwargs` hold the answer for the tool `gsm8k`."""
     row_ids: set[str] = set()
-    converted = []
-    for place, row in enumerate(rows):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         answer = row.get_text("answer")
         number = answer.rpartition("####")[2].strip().replace(",", "").removeprefix("$")
         if "####" not in answer or not _NUMBER.fullmatch(number):
             raise row.error("answer", answer[-80:], "a solution that ends in '#### number'")
-        converted.append(
-            make_rl_row(
-                data_source=data_source,
-                messages=_question_messages(row.get_text("question").strip()),
-                ground_truth=number,
-                ability="math",
-                extra_info={
-                    "index": unique_row_id(row, place, row_ids),
-                    "need_tools_kwargs": True,
-                    "tools_kwargs": {"gsm8k": {"create_kwargs": {"ground_truth": number}}},
-                },
-            )
+        made = make_rl_row(
+            data_source=data_source,
+            messages=_question_messages(row.get_text("question").strip()),
+            ground_truth=number,
+            ability="math",
+            extra_info={
+                "index": unique_row_id(row, place, row_ids),
+                "need_tools_kwargs": True,
+                "tools_kwargs": {"gsm8k": {"create_kwargs": {"ground_truth": number}}},
+            },
         )
-    return ConversionResult(converted)
+        return [made]
+
+    return convert_each(rows, convert)
 
 
 def convert_arpo(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
     r"""Convert ARPO rows, with `\b` for each backspace; `data_source` is a default."""
     notes: Counter[str] = Counter()
-    truths = [_arpo_ground_truth(row) for row in rows]
-    # A parquet column has one type: all rows get lists as soon as one has several answers.
-    if any(isinstance(truth, list) for truth in truths):
-        truths = [[truth] if isinstance(truth, str) else truth for truth in truths]
-    converted = []
-    for place, (row, truth) in enumerate(zip(rows, truths, strict=True)):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         messages = _prompt_messages(row)
+        made = make_rl_row(
+            data_source=_data_source(row, data_source),
+            messages=[
+                {**message, "content": message["content"].replace(BACKSPACE, "\\b")}
+                for message in messages
+            ],
+            ground_truth=_arpo_ground_truth(row),
+            ability=row.values.get("ability") or "tool_use",
+            extra_info={**_arpo_extra_info(row), "index": place},
+        )
         num_backspaces = sum(message["content"].count(BACKSPACE) for message in messages)
         if num_backspaces:
             notes["rows with repaired backspace characters"] += 1
             notes["backspace characters replaced by \\b"] += num_backspaces
-        extra = _arpo_extra_info(row)
-        converted.append(
-            make_rl_row(
-                data_source=_data_source(row, data_source),
-                messages=[
-                    {**message, "content": message["content"].replace(BACKSPACE, "\\b")}
-                    for message in messages
-                ],
-                ground_truth=truth,
-                ability=row.values.get("ability") or "tool_use",
-                extra_info={**extra, "index": place},
-            )
-        )
-    return ConversionResult(converted, notes)
+        return [made]
+
+    result = convert_each(rows, convert, notes)
+    _make_one_type([row["reward_model"] for row in result.rows])
+    return result
+
+
+def _make_one_type(cells: Sequence[dict[str, Any]]) -> None:
+    """Make every ground truth a list if one is: a column of parquet has one type."""
+    if any(isinstance(cell["ground_truth"], list) for cell in cells):
+        for cell in cells:
+            if isinstance(cell["ground_truth"], str):
+                cell["ground_truth"] = [cell["ground_truth"]]
 
 
 def _question_messages(question: str) -> tuple[Message, ...]:

@@ -64,7 +64,7 @@ SOURCES: Mapping[str, SourceDataset] = MappingProxyType(
 
 
 def convert_rows(source: str, rows: Sequence[SourceRow]) -> ConversionResult:
-    """Convert rows; raise `ValueError` for an unknown source or a malformed row."""
+    """Convert rows; raise `ValueError` for an unknown source, or if all rows are malformed."""
     if source not in SOURCES:
         raise InputError("--source", source, f"one of {', '.join(SOURCES)}")
     return SOURCES[source].convert(rows, source)

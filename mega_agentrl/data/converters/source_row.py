@@ -7,7 +7,7 @@ the value expected and the probable cause.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,36 @@ class ConversionResult:
     """Number of changes and omissions by reason, such as {"left out: no call expected": 3}."""
 
 
+def convert_each(
+    rows: Sequence[SourceRow],
+    convert: Callable[[SourceRow, int], Iterable[dict[str, Any]]],
+    notes: Counter[str] | None = None,
+) -> ConversionResult:
+    """Convert row by row, without the rows that are malformed: these are counted, one is named.
+
+    Args:
+        rows: The rows of all files.
+        convert: Returns the RL rows of a row and its place among `rows`. It raises `InputError` if
+            the row is malformed.
+        notes: Changes that `convert` counts; they become those of the result.
+
+    Raises:
+        InputError: All rows are malformed, as those of another data set; the error of the first.
+    """
+    result = ConversionResult([], Counter() if notes is None else notes)
+    errors = []
+    for place, row in enumerate(rows):
+        try:
+            result.rows.extend(convert(row, place))
+        except InputError as error:
+            errors.append(error)
+    if errors and len(errors) == len(rows):
+        raise errors[0]
+    if errors:
+        result.notes[f"left out: malformed rows; the first is {errors[0]}"] = len(errors)
+    return result
+
+
 def make_rl_row(
     *,
     data_source: str,
@@ -110,7 +140,7 @@ def make_rl_row(
 
 
 def unique_row_id(row: SourceRow, place: int, row_ids: set[str]) -> str:
-    """Return the row's `id`, or `place` if it has none, and add it to `seen`.
+    """Return the row's `id`, or `place` if it has none, and add it to `row_ids`.
 
     Raises:
         ValueError: the id has occurred before.

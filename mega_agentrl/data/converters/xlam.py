@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from mega_agentrl.data.converters.function_calls import (
     format_calls_json,
@@ -12,27 +13,28 @@ from mega_agentrl.data.converters.function_calls import (
 from mega_agentrl.data.converters.source_row import (
     ConversionResult,
     SourceRow,
+    convert_each,
     make_rl_row,
     unique_row_id,
 )
 
 
 def convert_xlam(rows: Sequence[SourceRow], data_source: str) -> ConversionResult:
-    """Convert all rows; raise `ValueError` naming row and field for malformed ones."""
+    """Convert the rows, each to one RL row (`convert_each`)."""
     row_ids: set[str] = set()
-    converted = []
-    for place, row in enumerate(rows):
+
+    def convert(row: SourceRow, place: int) -> list[dict[str, Any]]:
         answers = [parse_json_call(value, row, "answers") for value in row.get_list("answers")]
-        converted.append(
-            make_rl_row(
-                data_source=data_source,
-                messages=(
-                    make_system_message(row.get_list("tools")),
-                    {"role": "user", "content": row.get_text("query")},
-                ),
-                ground_truth=format_calls_json(answers, row, "answers"),
-                ability="function_calling",
-                extra_info={"index": unique_row_id(row, place, row_ids), "num_calls": len(answers)},
-            )
+        made = make_rl_row(
+            data_source=data_source,
+            messages=(
+                make_system_message(row.get_list("tools")),
+                {"role": "user", "content": row.get_text("query")},
+            ),
+            ground_truth=format_calls_json(answers, row, "answers"),
+            ability="function_calling",
+            extra_info={"index": unique_row_id(row, place, row_ids), "num_calls": len(answers)},
         )
-    return ConversionResult(converted)
+        return [made]
+
+    return convert_each(rows, convert)

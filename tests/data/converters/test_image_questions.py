@@ -77,8 +77,8 @@ def test_virl_answers_lose_their_box_and_images_are_paths():
 )
 def test_a_bad_row_is_named(values, field):
     with pytest.raises(InputError) as caught:
-        convert_geometry3k(source_rows(GEOMETRY | {"id": 0}, GEOMETRY | values), "geometry3k")
-    assert caught.value.name == f"x.parquet row 1, field {field}"
+        convert_geometry3k(source_rows(GEOMETRY | values), "geometry3k")
+    assert caught.value.name == f"x.parquet row 0, field {field}"
 
 
 def test_converted_rows_of_all_three_are_prompts_with_images(tmp_path):

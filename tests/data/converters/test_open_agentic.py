@@ -100,5 +100,5 @@ def test_rows_of_the_xlam_shape_are_taken():
 def test_a_bad_message_is_named(message):
     question = {"role": "user", "content": "?"}
     with pytest.raises(InputError) as caught:
-        convert({"messages": openai()}, {"messages": [question, message]})
-    assert caught.value.name == "o.jsonl line 2, field messages"
+        convert({"messages": [question, message]})
+    assert caught.value.name == "o.jsonl line 1, field messages"

@@ -87,8 +87,8 @@ def test_gsm8k_numbers(end, number):
 @pytest.mark.parametrize("answer", ["18", "#### eighteen", "####"])
 def test_gsm8k_without_a_number_is_an_error(answer):
     with pytest.raises(InputError) as caught:
-        convert_gsm8k(rows(GSM8K, {**GSM8K, "answer": answer}), "gsm8k")
-    assert (caught.value.name, caught.value.got) == ("r.parquet row 2, field answer", answer)
+        convert_gsm8k(rows({**GSM8K, "answer": answer}), "gsm8k")
+    assert (caught.value.name, caught.value.got) == ("r.parquet row 1, field answer", answer)
 
 
 def test_arpo_backspaces_become_what_was_meant_and_are_counted():
@@ -139,5 +139,5 @@ def test_arpo_structs_that_parquet_cannot_hold_are_left_out():
 )
 def test_a_bad_arpo_row_is_named(change, field):
     with pytest.raises(InputError) as caught:
-        convert_arpo(rows(arpo(), arpo(**change)), "arpo")
-    assert caught.value.name == f"r.parquet row 2, field {field}"
+        convert_arpo(rows(arpo(**change)), "arpo")
+    assert caught.value.name == f"r.parquet row 1, field {field}"

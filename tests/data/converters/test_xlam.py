@@ -55,10 +55,9 @@ def test_a_row_holds_question_functions_and_calls():
         ({"answers": '[{"name": "f", "arguments": {"a": NaN}}]'}, "answers"),
         ({"tools": None}, "tools"),
         ({"query": ""}, "query"),
-        ({"id": 0}, "id"),
     ],
 )
 def test_a_bad_row_is_named(change, field):
     with pytest.raises(InputError) as caught:
-        convert_xlam(rows({}, change), "function_calling")
-    assert caught.value.name == f"x.json row 1, field {field}"
+        convert_xlam(rows(change), "function_calling")
+    assert caught.value.name == f"x.json row 0, field {field}"
