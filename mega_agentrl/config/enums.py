@@ -140,7 +140,7 @@ class FunctionCallMatch(Choice):
     ast_ordered = "ast_ordered"
     """Calls are parsed and compared in order."""
     bfcl = "bfcl"
-    """Like `ast`, but texts are compared as in BFCL: without case, spaces and some punctuation."""
+    """Like `ast`, but as BFCL: texts without case and some punctuation, numbers not as texts."""
     string = "string"
     """Calls are compared as text."""
 

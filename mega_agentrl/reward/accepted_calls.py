@@ -18,13 +18,12 @@ from mega_agentrl.reward.call_parser import (
     NormalizedValue,
     normalize_value,
     parse_calls,
-    read_word,
 )
 
 _ACCEPTED, _OPTIONAL = "accepted", "optional"
 
-Normalize = Callable[[NormalizedValue], NormalizedValue]
-"""Reduces a value to what is compared."""
+Equal = Callable[[NormalizedValue, NormalizedValue], bool]
+"""Returns whether a value, the second, is an accepted one, the first; neither has others in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class AcceptedMembers:
     optional: frozenset[str]
     """Names that may be left out."""
 
-    def accepts(self, members: Sequence[tuple[str, NormalizedValue]], normalize: Normalize) -> bool:
+    def accepts(self, members: Sequence[tuple[str, NormalizedValue]], equal: Equal) -> bool:
         """Return whether these are the right names and values."""
         given = dict(members)
         return (
@@ -44,7 +43,7 @@ class AcceptedMembers:
             and given.keys() <= self.accepted.keys()
             and all(name in given or name in self.optional for name in self.accepted)
             and all(
-                any(_accepts(choice, value, normalize) for choice in self.accepted[name])
+                any(_accepts(choice, value, equal) for choice in self.accepted[name])
                 for name, value in given.items()
             )
         )
@@ -57,9 +56,9 @@ class AcceptedCall:
     name: str
     arguments: AcceptedMembers
 
-    def accepts(self, call: FunctionCall, normalize: Normalize) -> bool:
+    def accepts(self, call: FunctionCall, equal: Equal) -> bool:
         """Return whether a call is right."""
-        return call.name == self.name and self.arguments.accepts(call.arguments, normalize)
+        return call.name == self.name and self.arguments.accepts(call.arguments, equal)
 
 
 def parse_expected_calls(truth: str) -> list[AcceptedCall]:
@@ -91,7 +90,7 @@ def calls_match(
     expected: Sequence[AcceptedCall],
     *,
     ordered: bool,
-    normalize: Normalize,
+    equal: Equal,
 ) -> bool:
     """Return whether there is an expected call for each call, in order or in any.
 
@@ -99,13 +98,12 @@ def calls_match(
         calls: the calls of an answer.
         expected: the calls of a ground truth.
         ordered: whether they must come in the expected order.
-        normalize: reduces a value to what is compared.
+        equal: compares numbers, booleans and texts.
     """
     if len(calls) != len(expected):
         return False
     accepted = [
-        [index for index, one in enumerate(expected) if one.accepts(call, normalize)]
-        for call in calls
+        [index for index, one in enumerate(expected) if one.accepts(call, equal)] for call in calls
     ]
     if ordered:
         return all(index in indices for index, indices in enumerate(accepted))
@@ -157,26 +155,19 @@ def _parse_choice(value: Any) -> Any:
     return normalize_value(value)
 
 
-def _accepts(choice: Any, value: NormalizedValue, normalize: Normalize) -> bool:
+def _accepts(choice: Any, value: NormalizedValue, equal: Equal) -> bool:
     if isinstance(choice, AcceptedMembers):
-        return value[0] == "map" and choice.accepts(value[1:], normalize)
+        return value[0] == "map" and choice.accepts(value[1:], equal)
     if choice[0] == "list" and value[0] == "list":
         return len(choice) == len(value) and all(
-            _accepts(item, other, normalize)
-            for item, other in zip(choice[1:], value[1:], strict=True)
+            _accepts(item, other, equal) for item, other in zip(choice[1:], value[1:], strict=True)
         )
     if choice[0] == value[0] == "map":
         names, other_names = ([name for name, _ in pair[1:]] for pair in (choice, value))
         return names == other_names and all(
-            _accepts(item, other, normalize)
+            _accepts(item, other, equal)
             for (_, item), (_, other) in zip(choice[1:], value[1:], strict=True)
         )
     if choice[0] == value[0] == "call":
-        return _literal_call(choice[1]).accepts(value[1], normalize)
-    # A number may be given as a text, but two texts compare as texts.
-    if choice[0] == "text" and value[0] in ("number", "bool"):
-        choice = read_word(choice[1])
-    elif value[0] == "text" and choice[0] in ("number", "bool"):
-        value = read_word(value[1])
-    equal: bool = normalize(choice) == normalize(value)
-    return equal
+        return _literal_call(choice[1]).accepts(value[1], equal)
+    return equal(choice, value)

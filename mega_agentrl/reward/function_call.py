@@ -5,8 +5,9 @@ expected ones as a multiset, or in order with `ordered`. The reasoning must be c
 opening tag may be part of the chat template. If the ground truth holds no calls, the answer must
 hold none.
 
-`match="bfcl"` compares strings in arguments as BFCL's checker does: it ignores case, spaces and the
-characters `,./-_*^`, and treats single and double quotes alike.
+`match="bfcl"` compares arguments as BFCL's checker does: texts without case, spaces and the
+characters `,./-_*^`, single and double quotes alike; and the text "5" is not the number 5, which
+`ast` takes it for.
 
 A ground truth may accept several values of an argument (`accepted_calls`).
 
@@ -26,7 +27,12 @@ from typing import TYPE_CHECKING
 from mega_agentrl.config.enums import FunctionCallMatch
 from mega_agentrl.errors import InputError
 from mega_agentrl.reward.accepted_calls import AcceptedCall, calls_match, parse_expected_calls
-from mega_agentrl.reward.call_parser import CallParseError, NormalizedValue, parse_calls
+from mega_agentrl.reward.call_parser import (
+    CallParseError,
+    NormalizedValue,
+    parse_calls,
+    read_word,
+)
 from mega_agentrl.reward.registry import assistant_text, register_reward
 from mega_agentrl.types.records import Score
 
@@ -75,10 +81,9 @@ def score(
         calls = parse_calls(answer)
     except CallParseError as error:
         return _binary_score(False, answer, f"bad format: {error}")
-    normalize = _normalize_for_bfcl if match == "bfcl" else _unchanged
+    equal = _equal_for_bfcl if match == "bfcl" else _equal
     if any(
-        calls_match(calls, expected, ordered=ordered, normalize=normalize)
-        for expected in expected_calls
+        calls_match(calls, expected, ordered=ordered, equal=equal) for expected in expected_calls
     ):
         return _binary_score(True, answer, f"the {len(calls)} expected calls")
     names = ", ".join(call.name for call in calls) or "none"
@@ -125,20 +130,24 @@ def _parse_ground_truth(truth: str) -> list[AcceptedCall]:
     return calls
 
 
-def _unchanged(value: NormalizedValue) -> NormalizedValue:
-    return value
+def _equal(accepted: NormalizedValue, value: NormalizedValue) -> bool:
+    """Return whether values are equal; a number may be given as a text, but two texts are texts."""
+    if accepted[0] == "text" and value[0] in ("number", "bool"):
+        return read_word(accepted[1]) == value
+    if value[0] == "text" and accepted[0] in ("number", "bool"):
+        return accepted == read_word(value[1])
+    return accepted == value
 
 
-def _normalize_for_bfcl(value: NormalizedValue) -> NormalizedValue:
-    """Return the value with all strings in it reduced to what BFCL's checker compares."""
-    match value:
-        case ("text", str(text)):
-            return ("text", _BFCL_IGNORED.sub("", text).lower().replace("'", '"'))
-        case ("list", *items):
-            return ("list", *map(_normalize_for_bfcl, items))
-        case ("map", *items):
-            return ("map", *((key, _normalize_for_bfcl(item)) for key, item in items))
-    return value
+def _equal_for_bfcl(accepted: NormalizedValue, value: NormalizedValue) -> bool:
+    """Return whether values are of one type and equal, texts in what BFCL's checker compares."""
+    return _reduce_text(accepted) == _reduce_text(value)
+
+
+def _reduce_text(value: NormalizedValue) -> NormalizedValue:
+    if value[0] != "text":
+        return value
+    return ("text", _BFCL_IGNORED.sub("", value[1]).lower().replace("'", '"'))
 
 
 def _binary_score(is_correct: bool, answer: str, reason: str) -> Score:

@@ -62,10 +62,6 @@ def comparisons(num_inputs: int) -> Iterator[Comparison]:
         reasons=(
             Reason("5.0 is 5 here", lambda answer: answer.kind.endswith("as a float")),
             Reason(
-                "the text of a number is the number here",
-                lambda answer: answer.kind.endswith("as a text"),
-            ),
-            Reason(
                 "calls are matched as well as they can be here, one after the other there",
                 lambda answer: answer.kind == "other order",
             ),

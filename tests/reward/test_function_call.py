@@ -115,17 +115,25 @@ def test_bfcl_ignores_case_spaces_and_punctuation_of_texts_only(solution, truth,
         ("[f(o={'k': ['007']})]", "[f(o={'k': ['7']})]", 0),
         ("[f(a=g(v='3.10'))]", "[f(a=g(v='3.1'))]", 0),
         ("[f(v='3.10')]", "[f(v='3.10')]", 1),
-        ("[f(v='3.10')]", "[f(v=3.1)]", 1),
-        ("[f(v=7)]", "[f(v='007')]", 1),
-        ("[f(o={'k': [7]})]", "[f(o={'k': ['7']})]", 1),
-        ("[f(v='true')]", "[f(v=True)]", 1),
         ("[f(v=1)]", "[f(v=True)]", 0),
     ],
 )
-def test_two_texts_compare_as_texts_and_a_text_with_a_number_as_numbers(
-    match, solution, truth, want
-):
+def test_two_texts_compare_as_texts(match, solution, truth, want):
     assert score(THINK + solution, truth, match=match).value == want
+
+
+@pytest.mark.parametrize(
+    ("solution", "truth"),
+    [
+        ("[f(v='3.10')]", "[f(v=3.1)]"),
+        ("[f(v=7)]", "[f(v='007')]"),
+        ("[f(o={'k': [7]})]", "[f(o={'k': ['7']})]"),
+        ("[f(v='true')]", "[f(v=True)]"),
+    ],
+)
+def test_a_text_is_a_number_where_one_is_expected_but_not_for_bfcl(solution, truth):
+    assert score(THINK + solution, truth).value == 1
+    assert score(THINK + solution, truth, match="bfcl").value == 0
 
 
 @given(st.permutations(["f(a=1)", "g(b='x', c=[1, 2])", "f(a=2)", "h()"]))

@@ -28,8 +28,10 @@ object lists the accepted values of its members in the same way, also inside of 
 that are compared as they are. A question that no answer can satisfy, such as one with an empty list
 of values, is malformed.
 
-BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation):
-`reward.function_call_match=bfcl` compares as it does.
+BFCL's own checker is more lenient with texts (it ignores case, spaces and some punctuation) and
+stricter with numbers given as texts: `reward.function_call_match=bfcl` compares as it does. Answers
+to its questions in Java and JavaScript give numbers and booleans as source text, which is accepted
+beside them.
 """
 
 from __future__ import annotations
@@ -96,6 +98,8 @@ def convert_bfcl(rows: Sequence[SourceRow], data_source: str) -> ConversionResul
         category = _category(row)
         turns = _parse_turns(row)
         truth = _expected_calls(row, category)
+        if truth is not None and "java" in category:
+            truth = [_with_source_texts(call) for call in truth]
         if truth is None:
             notes[_NOTE_UNKNOWN_CALLS] += 1
             return []
@@ -327,6 +331,25 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) for key in ("role", "content")
     )
+
+
+def _with_source_texts(call: Any) -> Any:
+    """Return accepted values of a Java or JavaScript call, with those of numbers as source text."""
+    if not isinstance(call, Mapping):
+        return call
+    return {
+        name: {argument: _source_values(values) for argument, values in options.items()}
+        if isinstance(options, Mapping)
+        else options
+        for name, options in call.items()
+    }
+
+
+def _source_values(values: Any) -> Any:
+    if not isinstance(values, list):
+        return values
+    texts = [json.dumps(value) for value in values if isinstance(value, int | float)]
+    return [*values, *texts]
 
 
 def _expected_calls(row: SourceRow, category: str) -> list[Any] | None:

@@ -124,12 +124,12 @@ def make_rl_row(
     *,
     data_source: str,
     messages: Sequence[Message],
-    ground_truth: str | Sequence[str],
+    ground_truth: str | Sequence[str] | None,
     ability: str,
     extra_info: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a row of the RL format; `extra_info` needs an `index` unique in its data source."""
-    truth = ground_truth if isinstance(ground_truth, str) else list(ground_truth)
+    truth = ground_truth if isinstance(ground_truth, str | None) else list(ground_truth)
     return {
         "data_source": data_source,
         "prompt": [dict(message) for message in messages],

@@ -261,6 +261,16 @@ def test_files_that_do_not_fit_together_are_refused(values, place):
     assert caught.value.name.endswith(place)
 
 
+def test_numbers_of_a_java_question_may_be_given_as_source_text():
+    question = {**SIMPLE, "id": "simple_java_0", "function": [{"name": "f"}]}
+    answer = {"id": "simple_java_0", "ground_truth": [{"f": {"n": [10], "on": [True], "s": ["a"]}}]}
+    (row,) = convert_bfcl(rows(question, answer), "bfcl").rows
+    truth = row["reward_model"]["ground_truth"]
+    for text in ("[f(n='10', on='true', s='a')]", "[f(n=10, on=True, s='a')]"):
+        assert score(f"</think>{text}", truth, match="bfcl").correct
+    assert not score("</think>[f(n='11', on=True, s='a')]", truth, match="bfcl").correct
+
+
 ROW = SourceRow("b.json", "line 1", {})
 
 

@@ -109,7 +109,7 @@ class VerifiersAgent:
         return make_rl_row(
             data_source=self._config.env_id,
             messages=[*messages, {"role": "user", "content": text}],
-            ground_truth="" if answer is None else str(answer),
+            ground_truth=None if answer is None else str(answer),
             ability="verifiers",
             extra_info={"index": data.idx, "environment_kwargs": {"index": data.idx}},
         )
