@@ -100,15 +100,21 @@ def _answers(category: str) -> Iterator[Answer]:
     name = f"BFCL_v4_{category}.json"
     questions = _read(DATA / name)
     possible = {row["id"]: row["ground_truth"] for row in _read(DATA / "possible_answer" / name)}
-    for question in questions:
-        values = {**question, "ground_truth": possible[question["id"]]}
-        row = SourceRow(name, question["id"], values)
-        converted = convert_bfcl([row], "bfcl")
-        for rl_row in converted.rows:
-            truth = rl_row["reward_model"]["ground_truth"]
-            right = [_first_values(call) for call in possible[question["id"]]]
-            for kind, calls in _variants(right, possible[question["id"]], question["function"]):
-                yield Answer(category, question, possible[question["id"]], truth, kind, calls)
+    converted = convert_bfcl(
+        [
+            SourceRow(name, question["id"], {**question, "ground_truth": possible[question["id"]]})
+            for question in questions
+        ],
+        "bfcl",
+    )
+    question_by_id = {question["id"]: question for question in questions}
+    for rl_row in converted.rows:
+        question = question_by_id[rl_row["extra_info"]["index"]]
+        truth = rl_row["reward_model"]["ground_truth"]
+        accepted = possible[question["id"]]
+        right = [_first_values(call) for call in accepted]
+        for kind, calls in _variants(right, accepted, question["function"]):
+            yield Answer(category, question, accepted, truth, kind, calls)
 
 
 def _first_values(call: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
