@@ -164,6 +164,7 @@ FORMS = (
     form("report.py", "{finished_run}", "--out", "{tmp_path}/page.html", seconds=5),
     form("show_tree.py", "{tree_file}", seconds=5),
     form("simulate_reshard.py", "--quick", seconds=12),
+    form("soak.py", "--quick", "--model", "{chat_model}", seconds=60),
     form("write_lock.py", seconds=2),
 )  # fmt: skip
 UNRUN = {
