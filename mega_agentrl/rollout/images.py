@@ -1,9 +1,14 @@
-"""Images of the conversations of a run: pixels for the engines, and images in tools' answers.
+"""Images of the conversations of a run: pixels for the engines, and images that others send.
 
-Files are decoded and resized in threads, each once, and the pixels of the most recently used images
-are kept, up to a number of bytes. Records of trajectories hold no pixels. An image that cannot be
-loaded, for example because its file was deleted, raises a `ToolSessionError` and thus fails the
-trajectory; a bad image of a tool's answer is an outcome.
+`RolloutImages.check` is the way by which every image of an outsider comes into a run: those in the
+answers of tools, MCP servers and environments, and those in the requests of agents. A file is
+parsed, decoded and resized in threads, once: its record is found again by the hash of its bytes for
+as long as a trajectory has it, and the pixels of the most recently used images are kept, up to a
+number of bytes. Large images are decoded one at a time, so that they neither fill the memory nor
+delay the others. Records of trajectories hold no pixels.
+
+An image that cannot be loaded, for example because its file was deleted, raises a
+`ToolSessionError` and thus fails the trajectory; a bad image of a tool's answer is an outcome.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
@@ -33,6 +39,9 @@ IMAGES = "images"
 """Name of the tool in the outcome of an image that cannot be loaded."""
 
 _NUM_THREADS = 4
+_LARGE_PIXELS = 1 << 24
+"""Number of pixels from which an image is large. Decoding takes up to 16 bytes a pixel, so that the
+four threads take at most 1 GiB beside the one that decodes large images."""
 _MIB = 2**20
 
 
@@ -64,7 +73,9 @@ class RolloutImages:
         self._num_bytes: dict[str, int] = {}
         self._loaded: OrderedDict[str, Future[ImageInput]] = OrderedDict()
         self._lock = threading.Lock()
+        self._checked: WeakValueDictionary[str, ImageInput] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="load-images")
+        self._large_thread = ThreadPoolExecutor(1, thread_name_prefix="load-large-images")
 
     async def load(self, images: Sequence[PlacedImage]) -> tuple[PlacedImage, ...]:
         """Return the images with their pixels; waits for threads that decode the missing ones.
@@ -90,8 +101,33 @@ class RolloutImages:
             for tree in trees
         ]
 
+    async def check(self, data: bytes, where: str) -> ImageInput:
+        """Return the record of an image file that somebody else has made.
+
+        The file is parsed and decoded in a thread, once: the same bytes give the same record, which
+        holds them.
+
+        Args:
+            data: The file.
+            where: Place of the image, for the error.
+
+        Raises:
+            ConfigError: it is no image that the model can be shown.
+        """
+        measured = self._threads.submit(self._measure, data, where)
+        await _wait_until_done(measured)
+        image = measured.result()
+        loaded = self._submit(image)
+        await _wait_until_done(loaded)
+        loaded.result()
+        return image
+
     async def check_answer(self, outcome: ToolOutcome) -> ToolOutcome:
-        """Return the outcome of a call, or an error in its place if an image cannot be shown."""
+        """Return the outcome of a call with records of its images, or an error in its place.
+
+        An image that cannot be shown is an error that the policy sees, whoever made the file: the
+        policy may have chosen it.
+        """
         if not outcome.images:
             return outcome
         count = len(outcome.images)
@@ -99,19 +135,15 @@ class RolloutImages:
             text = f"The answer has {count} images, more than the {self._max_per_answer} allowed."
             return _error(outcome, ToolStatus.user_error, text)
         try:
-            for index, data in enumerate(outcome.images):
-                where = f"tool {outcome.tool}, image {index}"
-                check_image(data, where, self._limits)
-                future = self._submit(self.measure(data))
-                await _wait_until_done(future)
-                future.result()
+            records = [
+                await self.check(image, f"tool {outcome.tool}, image {index}")
+                if isinstance(image, bytes)
+                else image
+                for index, image in enumerate(outcome.images)
+            ]
         except ValueError as error:
-            return _error(outcome, ToolStatus.infra_error, str(error))
-        return outcome
-
-    def measure(self, data: bytes) -> ImageInput:
-        """Return the record of a tool's image, which `check_answer` has accepted."""
-        return self._processor.measure(data)
+            return _error(outcome, ToolStatus.user_error, str(error))
+        return replace(outcome, images=tuple(records))
 
     def locate(
         self, token_ids: Sequence[int], images: Sequence[ImageInput]
@@ -151,7 +183,9 @@ class RolloutImages:
             if future is not None:
                 self._loaded.move_to_end(image.image_id)
                 return future
-            future = self._loaded[image.image_id] = self._threads.submit(self._decode, image)
+            is_large = image.width * image.height > _LARGE_PIXELS
+            threads = self._large_thread if is_large else self._threads
+            future = self._loaded[image.image_id] = threads.submit(self._decode, image)
         future.add_done_callback(lambda done: self._account(image.image_id, done))
         return future
 
@@ -170,13 +204,21 @@ class RolloutImages:
                     del self._loaded[oldest]
                     surplus -= self._num_bytes.pop(oldest)
 
+    def _measure(self, data: bytes, where: str) -> ImageInput:
+        """Return the known record of a file, or a new one if nothing has it any more."""
+        image_id = self._processor.image_id(data)
+        image = self._checked.get(image_id)
+        if image is None:
+            check_image(data, where, self._limits)
+            image = self._checked.setdefault(image_id, self._processor.measure(data))
+        return image
+
     def _decode(self, image: ImageInput) -> ImageInput:
         where = image.path or f"image {image.image_id}"
-        expected = "the image file that the run has measured at its start"
+        expected = "the image file that the run has measured"
         with reading(where, "image", expected):
             data = image.read()
-            check_image(data, where, self._limits)
-            if self._processor.measure(data).image_id != image.image_id:
+            if self._processor.image_id(data) != image.image_id:
                 raise ConfigError(where, f"{len(data)} bytes", expected, "the file was replaced")
             loaded = self._processor.load(replace(image, data=data))
         return replace(loaded, data=image.data)

@@ -23,7 +23,7 @@ import numpy as np  # at run time, because msgspec evaluates the annotations of 
 from mega_agentrl.errors import InputError
 
 
-@dataclass(slots=True, kw_only=True, frozen=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, kw_only=True, frozen=True, eq=False)
 class ImageInput:
     """An image as a vision-language model reads it; two are equal if their ids are."""
 

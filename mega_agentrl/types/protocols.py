@@ -142,11 +142,22 @@ class ImageLoader(Protocol):
             ToolSessionError: an image cannot be loaded.
         """
 
-    async def check_answer(self, outcome: ToolOutcome) -> ToolOutcome:
-        """Return the outcome of a call, or an error in its place if an image cannot be shown."""
+    async def check(self, data: bytes, where: str) -> ImageInput:
+        """Return the record of an image file that somebody else has made.
 
-    def measure(self, data: bytes) -> ImageInput:
-        """Return the record of an image file, which `check_answer` has accepted."""
+        The file is parsed and decoded in a thread, once: the same bytes give the same record, which
+        holds them.
+
+        Args:
+            data: The file.
+            where: Place of the image, for the error.
+
+        Raises:
+            ConfigError: it is no image that the model can be shown.
+        """
+
+    async def check_answer(self, outcome: ToolOutcome) -> ToolOutcome:
+        """Return the outcome of a call with records of its images, or an error in its place."""
 
     def locate(
         self, token_ids: Sequence[int], images: Sequence[ImageInput]

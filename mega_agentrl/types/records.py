@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from mega_agentrl.errors import InputError
-from mega_agentrl.types.images import PlacedImage
+from mega_agentrl.types.images import ImageInput, PlacedImage
 from mega_agentrl.types.routes import TokenRoutes
 
 Message = dict[str, Any]
@@ -255,8 +255,9 @@ class ToolOutcome:
     """Metrics that the tool reports."""
     is_invalid_call: bool = False
     """Whether the call was invalid, so that nothing was run."""
-    images: tuple[bytes, ...] = ()
-    """Image files that the tool answers with; the policy sees them before the text."""
+    images: tuple[bytes | ImageInput, ...] = ()
+    """Images that the tool answers with; the policy sees them before the text. Files as the tool
+    gave them, and records of them once `ImageLoader.check_answer` has accepted them."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

@@ -121,7 +121,7 @@ class ImageProcessor:
         """
         width, height = shown_size(data)
         return ImageInput(
-            image_id=self._image_id(data),
+            image_id=self.image_id(data),
             path=path,
             data=b"" if path else data,
             width=width,
@@ -171,6 +171,7 @@ class ImageProcessor:
         )
         return rows, columns
 
-    def _image_id(self, data: bytes) -> str:
+    def image_id(self, data: bytes) -> str:
+        """Return the hash of an image file and of the settings that it is resized with."""
         settings = f"{self.min_pixels},{self.max_pixels},{self.patch_size},{self.merge_size}"
         return hashlib.blake2b(data, digest_size=16, key=settings.encode()).hexdigest()

@@ -27,6 +27,7 @@ from mega_agentrl.rollout.conversation.messages import (
 )
 from mega_agentrl.rollout.conversation.tool_calls import truncate_to_fit
 from mega_agentrl.tool.call_protocol.hermes import opened_reasoning
+from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.protocols import ChatCodec
 from mega_agentrl.types.records import Role
 from mega_agentrl.vision.placeholders import content_text, image_label, split_at_labels
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
     from mega_agentrl.rollout.generation.turn_generator import TurnGenerator
-    from mega_agentrl.types.images import ImageInput
     from mega_agentrl.types.protocols import ImageLoader
     from mega_agentrl.types.records import Message, Prompt, ToolOutcome
 
@@ -218,7 +218,9 @@ class ConversationWriter:
         return split_at_labels(text, self._images(outcome))
 
     def _images(self, outcome: ToolOutcome) -> list[ImageInput]:
-        return [self._image_loader.measure(data) for data in outcome.images]
+        images = [image for image in outcome.images if isinstance(image, ImageInput)]
+        assert len(images) == len(outcome.images), "images that `check_answers` has not seen"
+        return images
 
     @property
     def _image_loader(self) -> ImageLoader:

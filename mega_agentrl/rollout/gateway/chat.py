@@ -88,7 +88,8 @@ class ChatRequest:
     """A request for the next message of the assistant."""
 
     messages: tuple[Message, ...]
-    """The conversation. Images are parts `{"type": "image", "data": bytes}`."""
+    """The conversation. Images are parts `{"type": "image", "data": bytes}`, and `{"type":
+    "image", "image": ImageInput}` once the session has checked them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """Function schemas, as in OpenAI's chat completions."""
     max_tokens: int | None = None

@@ -128,9 +128,9 @@ class BlockEncoder:
     def _shown(self, message: Message) -> Message:
         """Return a message as the chat template gets it."""
         parts = [
-            {"type": "image", "image": self._measure(part["data"])}
-            if part["type"] == "image"
-            else {"type": "text", "text": self._escape(message["role"], part["text"])}
+            {"type": "text", "text": self._escape(message["role"], part["text"])}
+            if part["type"] == "text"
+            else part
             for part in content_parts(message["content"])
         ]
         has_images = any(part["type"] == "image" for part in parts)
@@ -142,15 +142,6 @@ class BlockEncoder:
             return text
         outcome = ToolOutcome(tool="", status=ToolStatus.ok, answer=text, latency_s=0.0)
         return self._tools.render_outcome(outcome)
-
-    def _measure(self, data: bytes) -> Any:
-        if self._images is None:
-            raise GatewayError(
-                ErrorKind.invalid_request,
-                "messages: got an image, expected text only; model.path is a model without a "
-                "vision tower",
-            )
-        return self._images.measure(data)
 
     def _locate(
         self, messages: Sequence[Message], encode: Callable[[], list[int]]

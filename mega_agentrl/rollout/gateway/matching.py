@@ -85,7 +85,7 @@ def _input_key(message: Message) -> list[Any]:
     parts: list[Any] = []
     for part in content_parts(message["content"]):
         if part["type"] != "text":
-            parts.append([hashlib.blake2b(part["data"], digest_size=16).hexdigest()])
+            parts.append([part["image"].image_id])
         elif parts and isinstance(parts[-1], str):
             parts[-1] += _unix_lines(part["text"])
         else:

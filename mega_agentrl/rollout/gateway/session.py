@@ -44,7 +44,6 @@ from mega_agentrl.types.records import (
     Generation,
     StopReason,
     ToolOutcome,
-    ToolStatus,
 )
 from mega_agentrl.vision.placeholders import content_parts
 
@@ -165,7 +164,6 @@ class AgentSession:
         self._block_by_answer_id: dict[str, Block] = {}
         self._answered: dict[str, tuple[Block, int]] = {}
         """Block of an answer and the number of instructions of its request, by answer id."""
-        self._checked_images: set[bytes] = set()
         self._is_closed = False
 
     async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> ChatAnswer:
@@ -181,8 +179,7 @@ class AgentSession:
         self._check_open()
         if self._spent is not None and self._has_sent_stop:
             raise self._budget_error(self._spent)
-        request = self._continued(request)
-        await self._check_images(request)
+        request = await self._with_checked_images(self._continued(request))
         self._check_open()
         block = self._find_block(request)
         if is_retry and (lost := self._undelivered.get(block)):
@@ -262,8 +259,7 @@ class AgentSession:
         Raises:
             GatewayError: the policy cannot be shown the conversation.
         """
-        request = self._continued(request)
-        await self._check_images(request)
+        request = await self._with_checked_images(self._continued(request))
         return self.tree.count_tokens(request)
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
@@ -369,25 +365,33 @@ class AgentSession:
         messages = (*instructions, *block.conversation[num_dropped:], *inputs)
         return replace(request, messages=messages, tools=tools, previous_answer_id="")
 
-    async def _check_images(self, request: ChatRequest) -> None:
-        """Decode the images that the session has not seen yet.
+    async def _with_checked_images(self, request: ChatRequest) -> ChatRequest:
+        """Return the request with records in place of the files of images.
 
         Raises:
             GatewayError: the model cannot be shown an image.
         """
-        parts = [part for item in request.messages for part in content_parts(item["content"])]
-        new = {part["data"] for part in parts if part["type"] == "image"} - self._checked_images
+        messages = list(request.messages)
+        for index, message in enumerate(messages):
+            if any("data" in part for part in content_parts(message["content"])):
+                parts = [await self._checked_part(part) for part in message["content"]]
+                messages[index] = {**message, "content": parts}
+        return replace(request, messages=tuple(messages))
+
+    async def _checked_part(self, part: dict[str, Any]) -> dict[str, Any]:
+        if "data" not in part:
+            return part
         loader = self.scope.context.images
-        if not new or loader is None:
-            return
-        for data in new:
-            outcome = ToolOutcome(
-                tool="image", status=ToolStatus.ok, answer="", latency_s=0.0, images=(data,)
+        if loader is None:
+            raise GatewayError(
+                ErrorKind.invalid_request,
+                "messages: got an image, expected text only; model.path is a model without a "
+                "vision tower",
             )
-            checked = await loader.check_answer(outcome)
-            if checked.status is not ToolStatus.ok:
-                raise GatewayError(ErrorKind.invalid_request, f"messages: {checked.answer}")
-            self._checked_images.add(data)
+        try:
+            return {"type": "image", "image": await loader.check(part["data"], "messages: image")}
+        except ValueError as error:
+            raise GatewayError(ErrorKind.invalid_request, str(error)) from error
 
     async def _answer(self, pending: _PendingRequest) -> ChatAnswer:
         block = pending.block

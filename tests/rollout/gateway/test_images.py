@@ -63,7 +63,7 @@ async def test_images_of_questions_and_tools_are_shown_in_one_context(codec, ima
     request = script.requests[1]
     shown = [placed.image for placed in request.images]
     assert [image.image_id for image in shown] == [
-        images.measure(data).image_id for data in (first, second)
+        (await images.check(data, "here")).image_id for data in (first, second)
     ]
     num_features = request.token_ids.count(codec.image_tokens.image_id)
     assert num_features == sum(image.num_tokens for image in shown)
