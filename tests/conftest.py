@@ -140,16 +140,20 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory):
-    """A small tool-QA: model, data and corpus."""
-    folder = tmp_path_factory.mktemp("toolqa")
+    """A small tool-QA: model, data and corpus; made once for all lanes, which only read it."""
+    from filelock import FileLock  # not where the tests for a GPU run alone
+
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # of all lanes of this run
+    folder, done = root / "toolqa", root / "toolqa.done"
     sizes = ("--num-train", "200", "--num-dev", "30", "--num-validation", "30")
-    script = ROOT / "tools" / "make_tiny_model.py"
-    subprocess.run(
-        [sys.executable, str(script), "--out", str(folder), "--num-demonstrations", "400", *sizes],
-        check=True,
-        timeout=180,
-        capture_output=True,
-    )
+    script = str(ROOT / "tools" / "make_tiny_model.py")
+    command = [sys.executable, script, "--out", str(folder), "--num-demonstrations", "400", *sizes]
+    with FileLock(root / "toolqa.lock"):
+        if not done.exists():
+            subprocess.run(command, check=True, timeout=180, capture_output=True)
+            done.touch()
     return folder
 
 

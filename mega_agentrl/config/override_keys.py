@@ -44,8 +44,9 @@ _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
 
 
+@cache
 def register_schema() -> None:
-    """Register the schema and the resolver of `configs/train.yaml` with Hydra.
+    """Register the schema and the resolver of `configs/train.yaml` with Hydra, once per process.
 
     Options of estimators, losses and branching rules, and arguments of the user's agent, are the
     only dictionaries to which an override adds an entry without a `+`:

@@ -119,7 +119,7 @@ def test_a_broken_transformer_engine_looks_missing(failure, tmp_path, monkeypatc
     assert "transformer_engine.pytorch" not in sys.modules
 
 
-@pytest.mark.extended
+@pytest.mark.slow(8)
 def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()

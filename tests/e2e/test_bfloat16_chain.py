@@ -136,6 +136,7 @@ def bound_of(folder, rows=(PROMPT,)):
     return explained_difference(NUM_LAYERS, torch.cat([exact_logits(folder, r) for r in rows]))
 
 
+@pytest.mark.slow(55)
 def test_a_transfer_takes_two_bytes_a_weight_and_both_sides_score_alike(chain):
     report = chain.sync()
     shapes = hf_shapes(ModelShape.from_folder(chain.folder)).values()
@@ -147,6 +148,7 @@ def test_a_transfer_takes_two_bytes_a_weight_and_both_sides_score_alike(chain):
     assert median_gap(chain.ask_engine("compute_prompt_log_probs", PROMPT), expected) < bound
 
 
+@pytest.mark.slow(3)
 def test_log_probs_and_entropies_of_sampled_tokens_agree(chain):
     pairs = chain.generate()
     batch = chain.policy.compute_log_probs(batch_of_generations(pairs))
@@ -168,6 +170,7 @@ def share_off_the_grid(logits):
     return ((steps - steps.round()).abs() > 0.05).float().mean().item()
 
 
+@pytest.mark.slow(3)
 def test_the_engines_logits_are_not_rounded(chain):
     # The log-probs after the same token differ as the logits do.
     first, *others = PROMPT
@@ -184,6 +187,7 @@ def large_weights(folder):
     return {name: (value, value.abs() > 1 / 8) for name, value in initial.items()}
 
 
+@pytest.mark.slow(6)
 def test_steps_below_the_resolution_add_up_in_the_masters_and_arrive(chain, tmp_path):
     batch = batch_of_generations(chain.generate())
     initial = large_weights(chain.folder)

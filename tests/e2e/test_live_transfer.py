@@ -5,7 +5,8 @@ packed for its kernel, every parameter after it, and all logits of a prompt. The
 can go wrong does, and no engine says a token until a good update.
 
 `wide`: an engine of two workers, a sparse model. `pair`: two engines of one, a dense one with
-biases, whose tests are slow ones. Tests that end an engine come last.
+biases. Tests that end an engine come last. Faster tests have a live engine of one worker
+(`tests/generator`), and two workers that are no engine (`test_transfer_faults`).
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.extended
+pytestmark = pytest.mark.slow(3)
 
-NUM_VERSIONS = {"wide": 3, "pair": 10}
+NUM_VERSIONS = 3
 VOCAB = 61
 PROMPT = tuple((7 * n) % 50 + 5 for n in range(40))
 MODELS = {
     "wide": ("qwen3_moe", {"mlp_only_layers": [1], "moe_intermediate_size": 32}),
     "pair": ("llama", {"attention_bias": True, "mlp_bias": True}),
 }
-NAMES = ["wide", pytest.param("pair", marks=pytest.mark.slow(8))]
+NAMES = list(MODELS)
 SIZES = {"num_hidden_layers": 2, "head_dim": 32, "vocab_size": VOCAB, "eos_token_id": 2}
 
 
@@ -85,10 +86,10 @@ def folders_of(tmp_path_factory):
     def folders(name):
         family, changes = MODELS[name]
         path = tmp_path_factory.mktemp(name)
-        for seed in range(NUM_VERSIONS[name]):
+        for seed in range(NUM_VERSIONS):
             make_tiny_model(family, path / f"{seed}", seed=seed, **SIZES | changes)
             write_tokenizer(path / f"{seed}", VOCAB)
-        return [path / f"{seed}" for seed in range(NUM_VERSIONS[name])]
+        return [path / f"{seed}" for seed in range(NUM_VERSIONS)]
 
     return folders
 
@@ -190,6 +191,7 @@ def check_as_from_disk(engine, layouts, folder):
     return sent_logits
 
 
+@pytest.mark.slow(60)
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_start_without_weights_and_refuse_requests_until_they_have_some(sides, name):
     side = sides(name)
@@ -250,9 +252,9 @@ def cases():
     """Each kind's first fault to the one side, the others to the other."""
     tested = set()
     for fault in FAULTS:
-        name, marks = ("pair", pytest.mark.slow(8)) if fault.kind in tested else ("wide", ())
+        name = "pair" if fault.kind in tested else "wide"
         tested.add(fault.kind)
-        yield pytest.param(name, fault, id=f"{name}-{fault.kind}-{fault.rank}", marks=marks)
+        yield pytest.param(name, fault, id=f"{name}-{fault.kind}-{fault.rank}")
 
 
 @pytest.mark.parametrize(("name", "fault"), cases())
@@ -285,10 +287,9 @@ def check_names(text, fault, hit):
     ("name", "one", "two"),
     [
         ("wide", "model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
-        pytest.param(
+        (
             *("pair", "model.layers.0.self_attn.q_proj.bias"),
             "model.layers.1.self_attn.q_proj.bias",
-            marks=pytest.mark.slow(8),
         ),
     ],
 )
@@ -316,7 +317,7 @@ def test_a_tensor_taken_for_another_shows_in_the_probe_alone(sides, name, one, t
     assert gap(engine) < 1e-3
 
 
-@pytest.mark.slow(8)
+@pytest.mark.slow(30)
 def test_an_engine_is_killed_in_an_update_and_a_new_one_takes_its_place(sides, start_engine):
     side = sides("pair")
     lost, other = side.transfer.engines

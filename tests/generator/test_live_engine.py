@@ -2,7 +2,8 @@
 processes, and failed updates, after which it does not serve.
 
 One file, so that one process starts one engine for all of it. Two tensor ranks, faults of every
-kind, wrong names and comparison bit for bit are in `tests/e2e`.
+kind, wrong names and comparison bit for bit are in `tests/e2e`. Tests are quick or slow, none is
+`extended`, which would start another engine in `make test-extended`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,6 @@ from tests.reshard.faults import Fault
 
 pytestmark = pytest.mark.usefixtures("inspect_models_in_process")
 
-EXTENDED = pytest.mark.extended
-"""Further values of a parameter."""
-
 # --- Generation ---
 
 
@@ -58,8 +56,8 @@ def make_requests(name, count, **settings):
     [
         (1.0, 1.0, 0),
         (0.0, 1.0, 0),
-        pytest.param(0.7, 0.9, 0, marks=EXTENDED),
-        pytest.param(1.3, 1.0, 20, marks=EXTENDED),
+        (0.7, 0.9, 0),
+        (1.3, 1.0, 20),
     ],
     ids=["ordinary", "greedy", "top-p", "top-k"],
 )
@@ -80,7 +78,7 @@ def test_logps_and_entropies_are_those_of_the_model(
 
 @pytest.mark.parametrize(
     "temperature",
-    [1.0, pytest.param(0.7, marks=EXTENDED), pytest.param(0.0, marks=EXTENDED)],
+    [1.0, 0.7, 0.0],
     ids=["ordinary", "colder", "greedy"],
 )
 def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_folder, temperature):
@@ -99,7 +97,6 @@ def test_the_most_probable_alternatives_are_those_of_the_model(engine, model_fol
             assert sorted(listed, reverse=True) == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.extended
 def test_requests_of_different_temperature_share_a_batch(engine, model_folder):
     requests = [
         request
@@ -132,7 +129,6 @@ def test_a_single_token_stop_string_ends_generation_and_stays(engine):
     assert not {3, 4} & set(got.token_ids[:-1])
 
 
-@pytest.mark.extended
 def test_a_stop_string_of_several_tokens_ends_generation(engine, model_folder):
     plain = make_requests("several", 1, max_tokens=12, seed=3)[0]
     ids = engine.call("generate", plain).token_ids
@@ -166,7 +162,7 @@ def test_abort_returns_the_tokens_so_far(engine, model_folder):
     engine.call("abort", "never heard of")
 
 
-@pytest.mark.extended
+@pytest.mark.slow(30)
 def test_prompts_beyond_one_step_wait_or_are_measured_at_their_end_only(engine, model_folder):
     rng = random.Random(0)
     # Together more than the 8,192 tokens of one step. Seeded requests that were cut there would
@@ -227,7 +223,7 @@ class WordCodec:
         return " ".join(f"w{token}" for token in token_ids)
 
 
-@pytest.mark.extended
+@pytest.mark.slow(5)
 async def test_greedy_and_seeded_trees_do_not_depend_on_what_runs_beside_them(engine):
     rng = random.Random("trees")
     prompts = [
@@ -275,7 +271,7 @@ async def test_a_greedy_request_that_is_held_in_its_middle_gives_the_same(engine
     check_against_transformers(model_folder, request, got)
 
 
-@pytest.mark.extended
+@pytest.mark.slow(4)
 def test_measurements_come_without_a_call_of_the_workers(engine, model_folder):
     requests = make_requests("uncalled", 20, temperature=0.7)
     results, called = engine.call("generate_counting_calls", requests)
@@ -362,7 +358,7 @@ def check_is_refusal(call, message):
     assert message in refusal.reason
 
 
-@pytest.mark.extended
+@pytest.mark.slow(20)
 def test_a_worker_reports_the_layout_that_its_loader_has(update, model_folder):
     assert update.layouts == [trace_engine_layouts(model_folder, 1, "float32")]
 
@@ -412,7 +408,6 @@ def test_a_failed_update_is_refused_until_a_good_one(engine, update, trainer, ne
     check_serves(engine, new_folder, "recovered")
 
 
-@pytest.mark.extended
 def test_an_engine_refused_by_the_driver_serves_again_after_an_update(engine, update, new_folder):
     update(new_folder, 1)
     engine.call("refuse_requests", "the probe differs")
@@ -442,7 +437,6 @@ def test_steps_of_an_update_out_of_order_are_refused(engine, update, new_folder)
     check_serves(engine, new_folder, "in order")
 
 
-@pytest.mark.extended
 def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, update, new_folder):
     update.move(new_folder, 1)
     with pytest.raises(RuntimeError):
@@ -453,7 +447,7 @@ def test_an_update_that_was_left_unfinished_does_not_hinder_the_next(engine, upd
     check_serves(engine, new_folder, "the next")
 
 
-@pytest.mark.extended
+@pytest.mark.slow(7)
 def test_ranks_that_do_not_join_are_named_and_the_engine_serves_on(engine, update, new_folder):
     update(new_folder, 1)
     short = FakeTrainer(new_folder, timeout_s=6.0)
@@ -521,7 +515,6 @@ def test_a_held_request_goes_on_with_the_new_weights(engine, update, model_folde
     assert engine.call("num_open") == 0
 
 
-@pytest.mark.extended
 def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_folder):
     update(model_folder, 1)
     running = begin_long_request(engine, "held in vain")
@@ -536,7 +529,7 @@ def test_a_held_request_fails_with_its_update(engine, update, model_folder, new_
     assert engine.call("num_open") == 0
 
 
-@pytest.mark.extended
+@pytest.mark.slow(4)
 @pytest.mark.parametrize("wait_s", [0.0, 3.0], ids=["running", "ended"])
 def test_a_held_request_fails_if_the_driver_refuses_the_weights(engine, update, new_folder, wait_s):
     update(new_folder, 1)
@@ -552,7 +545,7 @@ def test_a_held_request_fails_if_the_driver_refuses_the_weights(engine, update, 
     check_serves(engine, new_folder, "after a refused hold")
 
 
-@pytest.mark.extended
+@pytest.mark.slow(7)
 def test_a_request_is_held_over_several_updates(engine, update, model_folder, new_folder):
     update(model_folder, 1)
     running = begin_long_request(engine, "patient")

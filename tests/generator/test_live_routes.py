@@ -19,7 +19,7 @@ from tests.generator.tiny_model import (
     write_moe_model,
 )
 
-pytestmark = pytest.mark.slow(60)
+pytestmark = pytest.mark.slow(9)
 
 NUM_EXPERTS, NUM_LAYERS, TOP_K = 8, 2, 2
 CLEAR_MARGIN = 1e-3

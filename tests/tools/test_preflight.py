@@ -36,17 +36,9 @@ def run(recipe, *arguments, capsys):
     return code, json.loads(capsys.readouterr().out)
 
 
-def extended_unless(name, quick):
-    """Leave a case to `make test-all` unless its name is among the quick ones."""
-    return () if name in quick else pytest.mark.extended
-
-
 @pytest.mark.parametrize(
     "recipe",
-    [
-        pytest.param(one, marks=extended_unless(one, ("qwen2_5_7b_8gpu", "qwen3_30b_a3b_32gpu")))
-        for one in RECIPES
-    ],
+    [pytest.param(one, marks=pytest.mark.slow(9) if "235b" in one else ()) for one in RECIPES],
 )
 def test_a_recipe_passes_on_all_its_gpus(recipe, capsys):
     code, found = run(recipe, capsys=capsys)
@@ -81,23 +73,7 @@ BROKEN = [
 ]
 
 
-QUICK_BROKEN = (
-    "optim.micro_batch_tokens=32768",
-    "engine.gpu_memory_utilization=0.97",
-    "cluster.num_engines=9",
-    "parallel.tensor=3",
-    "parallel.tensor=x",
-    "optim.micro_batch_token=1",
-    "optim.lr=-1",
-    "algo.loss_options.clip_hihg=0.3",
-)
-"""One change for each kind of check."""
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "key"),
-    [pytest.param(*one, marks=extended_unless(one[1], QUICK_BROKEN)) for one in BROKEN],
-)
+@pytest.mark.parametrize(("recipe", "changes", "key"), BROKEN)
 def test_a_broken_recipe_is_refused_with_the_key(recipe, changes, key, capsys):
     code, found = run(recipe, *changes.split(), capsys=capsys)
     assert code == 1

@@ -89,21 +89,28 @@ def test_lists_hold_the_blocks_with_visible_scores(seed, size, data):
 
 
 CASES = {
-    "float32": ("float32", ["check_small_trees"]),
-    "float32, more": (
-        "float32",
+    "small": ("float32", ["check_small_trees"]),
+    "large": ("float32", ["check_large_trees", "check_context_ranks"]),
+    "bfloat16": (
+        "bfloat16",
         [
-            "check_large_trees",
+            "check_small_trees",
+            "check_context_ranks",
             "check_masked_blocks_are_not_loaded",
             "check_equal_inputs_give_equal_bits",
-            "check_context_ranks",
         ],
     ),
-    "bfloat16": ("bfloat16", ["check_small_trees", "check_context_ranks"]),
 }
 
 
-@pytest.mark.parametrize("case", mark_extended(CASES, quick=["float32"]))
+@pytest.mark.parametrize(
+    "case",
+    [
+        "small",
+        pytest.param("large", marks=pytest.mark.extended),
+        pytest.param("bfloat16", marks=pytest.mark.slow(12)),
+    ],
+)
 def test_kernels_in_the_interpreter(case):
     dtype, checks = CASES[case]
     script = "tests/actor/model/tree_attention_cases.py"

@@ -19,7 +19,6 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
 )
 from mega_agentrl.errors import InputError
 from mega_agentrl.runtime.free_port import free_port
-from tests.actor.circles import mark_extended
 from tests.actor.vocab.vocab_rank import RANK_CHECKS, run_checks
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +39,7 @@ def test_two_tensor_ranks(rank_pool):
     assert first == second == list(RANK_CHECKS)
 
 
-@pytest.mark.parametrize("scope", mark_extended(["exchanges", "all"], quick=["exchanges"]))
+@pytest.mark.parametrize("scope", ["exchanges", pytest.param("all", marks=pytest.mark.slow(10))])
 def test_two_tensor_ranks_with_triton(scope):
     """The interpreter is chosen before the kernels are imported: in a process of its own."""
     script = str(ROOT / "tests/actor/vocab/vocab_rank.py")
