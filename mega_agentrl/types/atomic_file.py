@@ -34,6 +34,8 @@ def atomic_path(path: Path, *, fsync: bool = False) -> Iterator[Path]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
+    # A leftover; a link is not followed.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         if fsync:

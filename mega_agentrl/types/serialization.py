@@ -24,7 +24,7 @@ from mega_agentrl.errors import InputError
 ValueT = TypeVar("ValueT")
 
 _SCALARS = (str, bytes, int, float, Enum, type(None))
-_PLAIN_TYPES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+PLAIN_TYPES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (Integral, int),
     (Real, float),
     (str, str),
@@ -46,7 +46,7 @@ def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> 
     """
 
     def convert_other(other: Any) -> Any:
-        for kind, plain_type in _PLAIN_TYPES:
+        for kind, plain_type in PLAIN_TYPES:
             if isinstance(other, kind):
                 return plain_type(other)
         if fallback is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from array import array
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.io.nodes import to_node_tree, to_rollout_tree
+from mega_agentrl.rollout.io.tree_store import TreeStore
 from tests.fakes import FakeGenerator
 from tests.rollout.grown_trees import configs, grow
 from tests.rollout.routed_engine import RoutedEngine, check_routes
@@ -43,9 +43,15 @@ def test_each_token_of_a_path_is_returned_once():
     assert engine.num_routes == len(one.prompt.token_ids) + len(one.token_ids) - 1
 
 
-def test_a_stored_tree_keeps_its_routes_and_a_file_leaves_them_out():
+def test_a_stored_tree_keeps_its_routes_and_a_file_leaves_them_out(tmp_path):
     trees = grow_routed(RolloutConfig(group_size=4), with_routes=True)
-    restored = pickle.loads(pickle.dumps(trees))
+    store = TreeStore(tmp_path / "kept.bin")
+    for index, tree in enumerate(trees):
+        store.put("train-1", str(index), 1, tree)
+    restored = [
+        store.get("train-1", str(index), tree.prompt, oldest=0, newest=9)
+        for index, tree in enumerate(trees)
+    ]
     assert check_routes(restored) == check_routes(trees)
     shown = to_rollout_tree(to_node_tree(trees[0]))
     assert all(not one.routes for one in shown.trajectories)

@@ -57,3 +57,14 @@ def test_the_leftover_of_a_killed_process_is_overwritten(tmp_path):
     atomic_write(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
+    path, target = tmp_path / "file", tmp_path / "thesis.txt"
+    target.write_text("dear")
+    with atomic_path(path) as temporary:
+        temporary.write_text("x")
+    temporary.symlink_to(target)
+    atomic_write(path, "new")
+    assert (path.read_text(), target.read_text()) == ("new", "dear")
+    assert not path.is_symlink()

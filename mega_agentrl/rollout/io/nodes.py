@@ -131,7 +131,7 @@ def to_node_tree(tree: RolloutTree) -> NodeTree:
     chains: dict[str, tuple[Trajectory, list[int]]] = {}
     cuts = _fork_positions(tree.trajectories)
     for trajectory in tree.trajectories:
-        _check_turns(trajectory)
+        check_turns(trajectory)
         chain: list[int] = []
         if trajectory.parent_id is not None:
             chain = _shared_prefix_nodes(trajectory, *chains[trajectory.parent_id], nodes)
@@ -201,12 +201,15 @@ def _remaining_fields(record: Trajectory | RolloutTree, excluded: frozenset[str]
     return {name: copy(getattr(record, name)) for name in names}
 
 
-def _check_turns(trajectory: Trajectory) -> None:
+def check_turns(trajectory: Trajectory) -> None:
+    """Raise `ValueError` unless the turns of a trajectory tile its tokens."""
     starts = [0, *(turn.stop for turn in trajectory.turns)]
     spans = [(turn.index, turn.start) for turn in trajectory.turns]
-    ids = [turn.index for turn in trajectory.turns for _ in range(turn.start, turn.stop)]
-    tiled = spans == list(enumerate(starts[:-1])) and starts[-1] == len(trajectory.token_ids)
-    if not tiled or ids != trajectory.turn_ids:
+    is_tiled = spans == list(enumerate(starts[:-1])) and starts == sorted(starts)
+    is_tiled = is_tiled and starts[-1] == len(trajectory.token_ids)
+    if not is_tiled or trajectory.turn_ids != [
+        turn.index for turn in trajectory.turns for _ in range(turn.start, turn.stop)
+    ]:
         raise InputError(
             f"turns of trajectory {trajectory.trajectory_id}",
             f"ends at {starts[1:]} and turn_ids of {len(trajectory.turn_ids)} tokens",

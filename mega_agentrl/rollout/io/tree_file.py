@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -51,7 +51,7 @@ from mega_agentrl.types.records import Prompt, RolloutTree, Trajectory, Turn
 from mega_agentrl.types.serialization import from_builtins, to_builtins
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
 FORMAT_VERSION = 3
@@ -98,12 +98,28 @@ class _StoredNode:
     argmax_ids: PackedInts
 
 
-def _stored_class(record: type, leave_out: frozenset[str], **head: Any) -> Any:
-    """Return a dataclass of the types in `head` and the fields of `record`, except `leave_out`."""
-    hints = get_type_hints(record)
-    names = [spec.name for spec in fields(record) if spec.name not in leave_out]
-    record_fields = [(name, hints[name]) for name in names]
-    return make_dataclass(f"Stored{record.__name__}", [*head.items(), *record_fields])
+def stored_class(record: type, leave_out: Collection[str], **own: Any) -> Any:
+    """Return a dataclass of the fields of `record`, except `leave_out`, and of those in `own`.
+
+    Fields have the defaults of the record, so that a file of a version without one of them can be
+    read.
+
+    Args:
+        record: The record.
+        leave_out: Names of fields.
+        own: Types by name, of further fields and of fields that are stored in another form.
+    """
+    specs = {spec.name: spec for spec in fields(record)}
+    hints = {name: hint for name, hint in get_type_hints(record).items() if name not in leave_out}
+    stored: list[Any] = []
+    for name, kind in (own | {name: hints[name] for name in specs if name in hints}).items():
+        spec = specs.get(name)
+        if spec is None:
+            stored.append((name, kind))
+        else:
+            default = field(default=spec.default, default_factory=spec.default_factory)  # type: ignore[call-overload]
+            stored.append((name, own.get(name, kind), default))
+    return make_dataclass(f"Stored{record.__name__}", stored, kw_only=True)
 
 
 _LINE_HEAD = {
@@ -116,8 +132,8 @@ _LINE_HEAD = {
     "nodes": list[_StoredNode],
     "leaves": list[dict[str, Any]],
 }
-_StoredLine = _stored_class(RolloutTree, TREE_FIELDS, **_LINE_HEAD)
-_StoredLeaf = _stored_class(Trajectory, NODE_FIELDS | LEFT_OUT_FIELDS, last_node=int | None)
+_StoredLine = stored_class(RolloutTree, TREE_FIELDS, **_LINE_HEAD)
+_StoredLeaf = stored_class(Trajectory, NODE_FIELDS | LEFT_OUT_FIELDS, last_node=int | None)
 
 
 def write_trees(path: Path, trees: Sequence[RolloutTree], *, stage: str, step: int) -> None:

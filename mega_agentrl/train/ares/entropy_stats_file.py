@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from mega_agentrl.config.input_files import parse_json
 from mega_agentrl.errors import InputError
 from mega_agentrl.train.ares.entropy_stats import EntropyStats
 from mega_agentrl.types.journal import Journal
@@ -54,17 +55,17 @@ class EntropyStatsFile:
         header = {"format": FORMAT_VERSION, "num_chunks": num_chunks, "settings": dict(settings)}
         # In the form in which JSON returns it.
         self._header: dict[str, Any] = json.loads(_to_json(header))
-        records = ((offset, json.loads(body)) for offset, body in self._journal.recover())
+        records = self._journal.recover(_parse_record)
         first = next(records, None)
         if first is None:
             self._journal.rewrite([_to_json(self._header)], fsync=True)
             return
         self._check_header(first[1])
         for offset, record in records:
-            if "result" in record:
-                self.result = record["result"]
-            else:
+            if "chunk" in record:
                 self._add_chunk(record["chunk"], offset)
+            elif "result" in record:
+                self.result = record["result"]
 
     @property
     def num_chunks_done(self) -> int:
@@ -127,6 +128,22 @@ class _StoredStats:
     entropy_p95: bytes
     mean_entropy: bytes
     window_entropies: tuple[bytes, ...]
+
+
+def _parse_record(body: bytes) -> dict[str, Any]:
+    """Return a record.
+
+    Raises:
+        ValueError: It is none.
+    """
+    record = parse_json(body.decode())
+    if not isinstance(record, dict):
+        raise InputError("a record", type(record).__name__, "an object")
+    if "chunk" in record:
+        from_builtins(_StoredStats, record, "the statistics of a chunk")
+    elif not isinstance(record.get("result", record.get("settings", {})), dict):
+        raise InputError("a record", sorted(record), "the settings, a chunk or the result")
+    return record
 
 
 def _pack_stats(chunk: int, stats: EntropyStats) -> _StoredStats:

@@ -47,7 +47,7 @@ def test_the_result_takes_the_place_of_the_chunks(tmp_path):
     file.append(chunk(0))
     file.finish({"ares": {"threshold": 0.1 + 0.2}})
     assert EntropyStatsFile(path, SETTINGS, 1).result == {"ares": {"threshold": 0.1 + 0.2}}
-    assert len(list(Journal(path).recover())) == 2
+    assert len(list(Journal(path).recover(bytes))) == 2
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -93,12 +93,30 @@ def test_chunks_from_a_damaged_one_on_are_made_again(tmp_path):
     for number in range(3):
         file.append(chunk(number))
     data = bytearray(path.read_bytes())
-    second = [offset for offset, _ in Journal(path).recover()][2]
+    second = [offset for offset, _ in Journal(path).recover(bytes)][2]
     data[second + 40] ^= 1
     path.write_bytes(data)
     again = EntropyStatsFile(path, SETTINGS, 3)
     assert again.num_chunks_done == 1
     same(next(again.read_chunks()), chunk(0))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"no JSON", b"\xff", b"[1]", b'{"chunk": "x"}', b'{"result": 3}', b"[" * 90 + b"]" * 90],
+    ids=["text", "no UTF-8", "a list", "fields", "result", "depth"],
+)
+def test_a_record_that_no_pass_has_written_ends_the_file(tmp_path, body, caplog):
+    path = tmp_path / "seen.bin"
+    file = EntropyStatsFile(path, SETTINGS, 3)
+    file.append(chunk(0))
+    whole = path.read_bytes()
+    Journal(path).append(body)
+    file.append(chunk(1))
+    again = EntropyStatsFile(path, SETTINGS, 3)
+    assert again.num_chunks_done == 1 and again.result is None
+    assert path.read_bytes() == whole
+    assert len(caplog.records) == 1
 
 
 def test_chunks_of_two_writers_are_refused(tmp_path):
