@@ -35,6 +35,11 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.rollout.gateway.matching import assistant_key, block_key, prefill_key
+from mega_agentrl.rollout.gateway.request_size import (
+    num_chars,
+    num_image_tokens,
+    stored_bytes,
+)
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
 from mega_agentrl.types.routes import join_routes
@@ -45,9 +50,16 @@ if TYPE_CHECKING:
 
     from mega_agentrl.rollout.gateway.chat import ChatRequest
     from mega_agentrl.rollout.gateway.encoding import BlockEncoder
-    from mega_agentrl.types.images import PlacedImage
+    from mega_agentrl.types.images import ImageInput, PlacedImage
     from mega_agentrl.types.records import Generation, Message, Prompt, ToolCall
     from mega_agentrl.types.routes import TokenRoutes
+
+
+_BYTES_PER_TOKEN = 40
+"""Memory of a number in a tuple. A sampled token has four: its id, log-prob, entropy and argmax."""
+
+_BYTES_PER_BLOCK = 1024
+"""Memory of a block without tokens."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -82,9 +94,14 @@ class Block:
     """Number of the latest answer in the tree below, counted over the session; -1 without one."""
     length: int = field(init=False)
     """Number of tokens of the context up to and including this block."""
+    num_bytes: int = field(init=False)
+    """About how much memory the block takes, without its images."""
 
     def __post_init__(self) -> None:
         self.length = len(self.token_ids) + (self.parent.length if self.parent else 0)
+        bytes_per_token = _BYTES_PER_TOKEN * (1 if self.generation is None else 4)
+        texts = stored_bytes((self.messages, self.tools, self.answer, self.prefill))
+        self.num_bytes = _BYTES_PER_BLOCK + bytes_per_token * len(self.token_ids) + texts
 
     @property
     def is_sampled(self) -> bool:
@@ -154,79 +171,97 @@ class ContextTree:
         self._root_by_key: dict[bytes, Block] = {}
         self._sampled_by_key: dict[bytes, Block] = {}
 
-    def find_or_add(self, request: ChatRequest, max_model_len: int) -> Block:
-        """Return the block after which the answer to a request is to be sampled.
+    def look_up(self, request: ChatRequest) -> ContextLookup:
+        """Return what is known of a conversation, and what is to be encoded."""
+        root, *later = _segments(request)
+        lookup = ContextLookup(request)
+        block = self._root_by_key.get(root.key)
+        for segment in (root, *later):
+            if segment is not root and block is not None:
+                block = _find_next(block, segment)
+            if block is None:
+                lookup.missing.append(segment)
+            else:
+                lookup.path.append((segment.key, block))
+        lookup.num_known = len(lookup.path)
+        lookup.missing_size = _size_to_encode(lookup)
+        return lookup
+
+    def encode(self, lookup: ContextLookup, max_tokens: int) -> None:
+        """Encode what is missing of a conversation; the tree is unchanged.
+
+        Args:
+            lookup: The conversation, whose path gets the new blocks.
+            max_tokens: Number of tokens from which the conversation is too long.
 
         Raises:
-            GatewayError: the chat template cannot render the messages, or the conversation leaves
-                no room for an answer. The tree is unchanged then.
+            GatewayError: the chat template cannot render the messages, or the conversation is too
+                long.
         """
-        path = self._find_path(request)
-        num_tokens = path[-1][1].length
-        if num_tokens >= max_model_len:
-            raise GatewayError(
-                ErrorKind.context_length,
-                f"messages: got {num_tokens} tokens, expected fewer than {max_model_len}, the "
-                "context length of the model",
-            )
-        self.num_branches += self._begins_branch([block for _, block in path])
-        for key, block in path:
-            self._attach(key, block)
-        return path[-1][1]
+        missing, lookup.missing = lookup.missing, []
+        length = sum(num_image_tokens(segment.messages) for segment in missing)
+        if length >= max_tokens:
+            raise _too_long(length, max_tokens)
+        for segment in missing:
+            block = self._encode_segment(lookup, segment)
+            lookup.path.append((segment.key, block))
+            lookup.num_new_bytes += block.num_bytes
+            if block.length >= max_tokens:
+                raise _too_long(block.length, max_tokens)
+        if (length := lookup.path[-1][1].length) >= max_tokens:
+            raise _too_long(length, max_tokens)
 
-    def _begins_branch(self, path: Sequence[Block]) -> bool:
+    def add(self, lookup: ContextLookup) -> Block:
+        """Add an encoded conversation, and return the block after which its answer is sampled."""
+        self.num_branches += self._begins_branch(lookup)
+        for key, block in lookup.path:
+            self._attach(key, block)
+        return lookup.path[-1][1]
+
+    def _begins_branch(self, lookup: ContextLookup) -> bool:
         """Return whether a conversation parts from those before it, other than behind an answer."""
-        if not self.num_answers:
+        if not self.num_answers or lookup.num_known == len(lookup.path):
             return False
-        new = next((block for block in path if not self._is_attached(block)), None)
-        if new is None:
-            return False
-        parent = new.parent
+        parent = lookup.path[lookup.num_known][1].parent
         return parent is None or not parent.is_sampled or bool(parent.continuations)
 
-    def _is_attached(self, block: Block) -> bool:
-        return block in (self.roots if block.parent is None else block.parent.continuations)
-
-    def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a conversation, which is not added to the tree.
-
-        Raises:
-            GatewayError: the chat template cannot render the messages.
-        """
-        return self._find_path(request)[-1][1].length
-
-    def _find_path(self, request: ChatRequest) -> list[tuple[bytes, Block]]:
-        """Return keys and blocks of a conversation; those not found in the tree are new."""
-        tools, variables = request.tools, request.template_variables
-        inputs, rest = _split_inputs(request.messages)
-        key = block_key(inputs, tools, variables)
-        block = self._root_by_key.get(key) or self._new_root(key, inputs, tools, variables)
-        path = [(key, block)]
-        while rest:
-            key, block = self._find_or_make_assistant(block, rest[0])
-            path.append((key, block))
-            inputs, rest = _split_inputs(rest[1:])
-            key, block = self._find_or_make_inputs(block, inputs, variables)
-            path.append((key, block))
-        if request.prefill:
-            path.append(self._find_or_make_prefill(block, request.prefill))
-        return path
-
-    def _new_root(
-        self,
-        key: bytes,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> Block:
-        token_ids, images = self._encoder.encode_first(messages, tools, variables)
+    def _encode_segment(self, lookup: ContextLookup, segment: _Segment) -> Block:
+        """Return the block of messages that the tree does not have behind the path."""
+        parent = lookup.path[-1][1] if lookup.path else None
+        if segment.answer is None and not segment.prefill:
+            return self._encode_inputs(lookup.request, parent, segment)
+        assert parent is not None, "a conversation begins with the messages before an answer"
+        if segment.prefill:
+            token_ids = self._encoder.encode_prefill(segment.prefill)
+        elif sampled := self._sampled_by_key.get(segment.key):
+            token_ids = sampled.token_ids
+        else:
+            message = segment.answer or {}
+            calls = message.get("tool_calls", ())
+            token_ids = self._encoder.encode_assistant(message["content"], calls)
         return Block(
-            parent=None,
-            digest=key,
+            parent=parent,
+            digest=_chain_digest(parent, segment.key),
+            token_ids=token_ids,
+            answer=segment.answer,
+            prefill=segment.prefill,
+        )
+
+    def _encode_inputs(
+        self, request: ChatRequest, parent: Block | None, segment: _Segment
+    ) -> Block:
+        messages, variables = segment.messages, request.template_variables
+        if parent is None:
+            token_ids, images = self._encoder.encode_first(messages, request.tools, variables)
+        else:
+            token_ids, images = self._encoder.encode_next(messages, parent.token_ids, variables)
+        return Block(
+            parent=parent,
+            digest=segment.key if parent is None else _chain_digest(parent, segment.key),
             token_ids=token_ids,
             images=images,
-            messages=tuple(messages),
-            tools=tuple(tools),
+            messages=messages,
+            tools=() if parent else tuple(request.tools),
         )
 
     def add_answer(
@@ -255,46 +290,6 @@ class ContextTree:
         self.num_answers += 1
         return answer
 
-    def _find_or_make_assistant(self, block: Block, message: Message) -> tuple[bytes, Block]:
-        calls = message.get("tool_calls", ())
-        key = assistant_key(message["content"], calls)
-        found = block.children.get(key) or block.prefilled_answers.get(key)
-        if found is None:
-            sampled = self._sampled_by_key.get(key)
-            token_ids = (
-                self._encoder.encode_assistant(message["content"], calls)
-                if sampled is None
-                else sampled.token_ids
-            )
-            digest = _chain_digest(block, key)
-            found = Block(parent=block, digest=digest, token_ids=token_ids, answer=message)
-        return key, found
-
-    def _find_or_make_prefill(self, block: Block, text: str) -> tuple[bytes, Block]:
-        key = prefill_key(text)
-        return key, block.children.get(key) or Block(
-            parent=block,
-            digest=_chain_digest(block, key),
-            token_ids=self._encoder.encode_prefill(text),
-            prefill=text,
-        )
-
-    def _find_or_make_inputs(
-        self, block: Block, messages: Sequence[Message], variables: Mapping[str, Any]
-    ) -> tuple[bytes, Block]:
-        key = block_key(messages)
-        found = block.children.get(key)
-        if found is None:
-            token_ids, images = self._encoder.encode_next(messages, block.token_ids, variables)
-            found = Block(
-                parent=block,
-                digest=_chain_digest(block, key),
-                token_ids=token_ids,
-                images=images,
-                messages=tuple(messages),
-            )
-        return key, found
-
     def _attach(self, key: bytes, block: Block) -> None:
         """Make a block part of the tree, unless it is already."""
         parent = block.parent
@@ -312,12 +307,96 @@ def _chain_digest(parent: Block, key: bytes) -> bytes:
     return blake2b(parent.digest + key, digest_size=16).digest()
 
 
-def _split_inputs(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
-    """Split messages before the first one of the assistant."""
-    for index, message in enumerate(messages):
+@dataclass(slots=True, kw_only=True, frozen=True)
+class _Segment:
+    """Messages of a conversation that are one block."""
+
+    key: bytes
+    messages: tuple[Message, ...] = ()
+    answer: Message | None = None
+    """The message, if it is the assistant's."""
+    prefill: str = ""
+    """The text, if it is the beginning of the answer."""
+
+
+@dataclass(slots=True)
+class ContextLookup:
+    """A conversation in the tree: the blocks that it has, and the messages that have none."""
+
+    request: ChatRequest
+    path: list[tuple[bytes, Block]] = field(default_factory=list)
+    """Keys and blocks from the first one of the context."""
+    missing: list[_Segment] = field(default_factory=list)
+    """What follows the path and is not encoded."""
+    missing_size: int = 0
+    """Characters and tokens of images that are to be encoded; a message counts as 512 characters,
+    for the time of its template."""
+    num_known: int = 0
+    """Number of blocks at the start of the path that the tree has."""
+    num_new_bytes: int = 0
+    """Memory of the blocks that `encode` has made."""
+
+    @property
+    def known_block(self) -> Block | None:
+        """The last block, if the tree has all of the conversation."""
+        return None if self.missing or not self.path else self.path[-1][1]
+
+    @property
+    def new_images(self) -> dict[str, ImageInput]:
+        """Images of the blocks that the tree does not have, by id."""
+        new = self.path[self.num_known :]
+        images = (placed.image for _, block in new for placed in block.images)
+        return {image.image_id: image for image in images}
+
+
+def _segments(request: ChatRequest) -> list[_Segment]:
+    """Return the messages of a conversation as blocks."""
+    segments: list[_Segment] = []
+    inputs: list[Message] = []
+
+    def end_inputs() -> None:
+        is_first = not segments
+        tools, variables = (request.tools, request.template_variables) if is_first else ((), None)
+        key = block_key(inputs, tools, variables)
+        segments.append(_Segment(key=key, messages=tuple(inputs)))
+        inputs.clear()
+
+    for message in request.messages:
         if message["role"] == "assistant":
-            return messages[:index], messages[index:]
-    return messages, ()
+            end_inputs()
+            key = assistant_key(message["content"], message.get("tool_calls", ()))
+            segments.append(_Segment(key=key, answer=message))
+        else:
+            inputs.append(message)
+    end_inputs()
+    if request.prefill:
+        key = prefill_key(request.prefill)
+        segments.append(_Segment(key=key, prefill=request.prefill))
+    return segments
+
+
+def _size_to_encode(lookup: ContextLookup) -> int:
+    """Return `ContextLookup.missing_size`."""
+    values = [(segment.messages, segment.answer, segment.prefill) for segment in lookup.missing]
+    num_messages = sum(1 + len(segment.messages) for segment in lookup.missing)
+    tools = () if lookup.path else lookup.request.tools
+    return 512 * num_messages + num_chars((values, tools)) + num_image_tokens(values)
+
+
+def _too_long(num_tokens: int, max_tokens: int) -> GatewayError:
+    return GatewayError(
+        ErrorKind.context_length,
+        f"messages: got at least {num_tokens} tokens, expected fewer than {max_tokens}, the "
+        "context length of the model",
+    )
+
+
+def _find_next(block: Block, segment: _Segment) -> Block | None:
+    """Return the block of a segment behind a block, None if there is none."""
+    found = block.children.get(segment.key)
+    if found is None and segment.answer is not None:
+        found = block.prefilled_answers.get(segment.key)
+    return found
 
 
 @dataclass(slots=True, kw_only=True)

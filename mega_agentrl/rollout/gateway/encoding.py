@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.work_threads import thread_copy
 from mega_agentrl.tool.call_protocol.hermes import opened_reasoning, split_reasoning
 from mega_agentrl.tool.call_protocol.json_call import format_call
 from mega_agentrl.types.errors import ToolSessionError
@@ -37,9 +38,13 @@ class BlockEncoder:
     """Encodes blocks of messages with the chat template of the policy."""
 
     def __init__(self, codec: ChatCodec, tools: ToolProvider, images: ImageLoader | None) -> None:
-        self._codec = codec
+        self._shared_codec = codec
         self._tools = tools
         self._images = images
+
+    @property
+    def _codec(self) -> ChatCodec:
+        return thread_copy(self._shared_codec)
 
     def encode_first(
         self,

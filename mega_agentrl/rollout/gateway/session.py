@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -29,30 +29,32 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.encoding import BlockEncoder
 from mega_agentrl.rollout.gateway.ignored_fields import RequestCounts
-from mega_agentrl.rollout.generation.interruptible import merge_generations, truncate_generation
-from mega_agentrl.rollout.generation.turn_generator import (
-    generate_or_abort,
-    request_failure,
-    request_seed,
+from mega_agentrl.rollout.gateway.limits import SharedResources
+from mega_agentrl.rollout.gateway.request_size import (
+    MAX_CHARS_PER_TOKEN,
+    MIN_TOKENS,
+    check_request_size,
 )
+from mega_agentrl.rollout.gateway.sampling import PendingRequest, TurnSampler
+from mega_agentrl.rollout.gateway.session_images import SessionImages
+from mega_agentrl.rollout.generation.interruptible import truncate_generation
+from mega_agentrl.rollout.generation.turn_generator import request_failure
 from mega_agentrl.types.errors import RankLostError
 from mega_agentrl.types.protocols import ChatCodec
 from mega_agentrl.types.records import (
     AssistantText,
     FinishReason,
-    GenerateRequest,
     Generation,
     StopReason,
     ToolOutcome,
 )
-from mega_agentrl.vision.placeholders import content_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Iterator, Mapping
     from typing import Any
 
     from mega_agentrl.rollout.context import RolloutContext
-    from mega_agentrl.rollout.gateway.capture import Block, SessionResponse
+    from mega_agentrl.rollout.gateway.capture import Block, ContextLookup, SessionResponse
     from mega_agentrl.rollout.gateway.chat import ChatRequest
     from mega_agentrl.rollout.gateway.record import SessionRecord
     from mega_agentrl.rollout.gateway.tools import SessionTools
@@ -61,6 +63,10 @@ if TYPE_CHECKING:
 
 MAX_RUNNING_REQUESTS = 64
 """Requests of one session that may run at once."""
+
+MAX_REFUSED_REQUESTS = 1000
+"""Requests of one session that may be refused for what they contain, after which all are. Each
+takes work before it is refused, and no agent learns anything from the thousandth."""
 
 CLOSE_TIMEOUT_S = 5.0
 """Time that the engine has to end the running requests of a closed session."""
@@ -93,24 +99,6 @@ class SessionScope:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
-class _PendingRequest:
-    """A request that is being answered."""
-
-    name: str
-    """Unique within the run."""
-    block: Block
-    """Last block of its context."""
-    request: ChatRequest
-    sample_index: int
-    """Number of earlier answers after the same block."""
-
-    @property
-    def answer_id(self) -> str:
-        """Id of the answer, which clients see."""
-        return self.name.replace("/", "-")
-
-
-@dataclass(slots=True, kw_only=True, frozen=True)
 class Probe:
     """Forks of a session, decided on the first tokens of a turn."""
 
@@ -123,11 +111,15 @@ class Probe:
 class AgentSession:
     """Answers the requests of one attempt, from the record of a parent or by sampling.
 
+    Args:
+        scope: The trajectory.
+        shared: What the sessions of a gateway share; None for a session alone.
+
     Raises:
         TypeError: the policy has no chat template.
     """
 
-    def __init__(self, scope: SessionScope) -> None:
+    def __init__(self, scope: SessionScope, shared: SharedResources | None = None) -> None:
         context = scope.context
         if not isinstance(context.codec, ChatCodec):
             raise TypeError(
@@ -137,6 +129,7 @@ class AgentSession:
         self.scope = scope
         self.encoder = BlockEncoder(context.codec, context.tools, context.images)
         self.tree = ContextTree(self.encoder)
+        self.is_closed = False
         self.num_calls = 0
         """Tool calls that the client got."""
         self.num_reused_answers = 0
@@ -148,49 +141,136 @@ class AgentSession:
         """Done when the agent's requests differ from the record of its parent."""
         self.fatal_error: asyncio.Future[BaseException] = loop.create_future()
         """An error of the run itself, which must end the trajectory's task."""
+        self._shared = shared or SharedResources()
+        self._images = SessionImages(context.images)
+        self._sampler = TurnSampler(self)
+        self._entering = asyncio.Lock()
+        """Held while a request is read, encoded and added to the tree: one at a time."""
+        self._num_entering = 0
+        """Requests that are being received, or wait for the lock, or have it."""
+        self._num_refused = 0
         self._replayed: set[Block] = set()
-        self._has_exceeded_context = False
+        self._has_exceeded_size = False
+        """Whether a request was too long for the context, or for what the session may hold."""
         self._spent: StopReason | None = None
         self._has_sent_stop = False
         self._last_finish: FinishReason | None = None
         self._failed_blocks: dict[Block, tuple[StopReason, str]] = {}
         self._undelivered: dict[Block, dict[str, asyncio.Task[ChatAnswer]]] = {}
         self._running: dict[str, asyncio.Task[ChatAnswer]] = {}
-        self._engine_ids: set[str] = set()
-        """Requests that the engine runs; a turn with a probe takes two."""
+        self._sampling: set[str] = set()
+        """Running requests that get an answer of the policy, which takes a turn."""
         self._tool_calls: set[asyncio.Task[ToolOutcome]] = set()
         self._num_samples: dict[Block, int] = {}
         self._num_requests = 0
         self._block_by_answer_id: dict[str, Block] = {}
         self._answered: dict[str, tuple[Block, int]] = {}
         """Block of an answer and the number of instructions of its request, by answer id."""
-        self._is_closed = False
 
-    async def complete(self, request: ChatRequest, *, is_retry: bool = False) -> ChatAnswer:
-        """Return the next message of the assistant.
+    @contextmanager
+    def entering(self, *, is_retry: bool = False) -> Iterator[None]:
+        """Count a request of which nothing has been read yet, until it is running or refused.
 
         Args:
-            request: The request; its images have been checked.
             is_retry: Whether the client has sent the request before.
 
         Raises:
-            GatewayError: the request cannot be answered.
+            GatewayError: the session takes no request, or not at the moment.
         """
-        self._check_open()
+        self.check_open()
         if self._spent is not None and self._has_sent_stop:
             raise self._budget_error(self._spent)
-        request = await self._with_checked_images(self._continued(request))
-        self._check_open()
-        block = self._find_block(request)
-        if is_retry and (lost := self._undelivered.get(block)):
-            self.num_reused_answers += 1
-            return await asyncio.shield(next(iter(lost.values())))
-        if len(self._running) >= MAX_RUNNING_REQUESTS:
+        if self._num_refused >= MAX_REFUSED_REQUESTS:
+            self._has_exceeded_size = True
+            message = f"the session has sent {self._num_refused} requests that were refused"
+            raise GatewayError(ErrorKind.budget_spent, message)
+        self._check_load(self._num_entering)
+        if not is_retry:
+            self._check_load(len(self._running))
+        self._num_entering += 1
+        try:
+            yield
+        except GatewayError as error:
+            sizes = (ErrorKind.context_length, ErrorKind.too_large)
+            self._has_exceeded_size |= error.kind in sizes
+            self._num_refused += error.kind in (*sizes, ErrorKind.invalid_request)
+            raise
+        finally:
+            self._num_entering -= 1
+
+    async def admit(
+        self, read: Callable[[], ChatRequest], num_bytes: int, *, is_retry: bool = False
+    ) -> tuple[ChatRequest, asyncio.Future[ChatAnswer]]:
+        """Start to answer a request, and return it with its future answer.
+
+        The answer is sampled even if the client goes away, and waits for its retry.
+
+        Args:
+            read: Decodes the request.
+            num_bytes: Size of its body.
+            is_retry: Whether the client has sent the request before.
+
+        Raises:
+            GatewayError: the request cannot be answered; the future raises it, too.
+        """
+        async with self._entering:
+            lookup = await self._look_up(read, num_bytes)
+            known = lookup.known_block
+            lost = self._undelivered.get(known) if known and is_retry else None
+            if lost:
+                self.num_reused_answers += 1
+                return lookup.request, asyncio.shield(next(iter(lost.values())))
+            self._check_load(len(self._running))
+            await self._encode(lookup, self.scope.context.max_model_len)
+            stop = self._spent = self._spent or self._find_spent_budget()
+            block = self._add(lookup) if stop is None else lookup.path[-1][1]
+            task = self._start(block, lookup.request, stops=stop is not None)
+            return lookup.request, asyncio.shield(task)
+
+    async def _look_up(self, read: Callable[[], ChatRequest], num_bytes: int) -> ContextLookup:
+        """Read a request and look its conversation up, in a thread if it is long."""
+        max_model_len = self.scope.context.max_model_len
+
+        def decode() -> tuple[ChatRequest, int]:
+            request = read()
+            return request, check_request_size(request, max_model_len)
+
+        # Decoding and hashing take about a quarter of the time that encoding takes.
+        request, num_chars = await self._shared.threads.run(num_bytes // 4, decode)
+        request = await self._images.check(self._continued(request))
+        lookup = await self._shared.threads.run(num_chars // 4, lambda: self.tree.look_up(request))
+        self.check_open()
+        return lookup
+
+    async def _encode(self, lookup: ContextLookup, max_tokens: int) -> None:
+        size = lookup.missing_size
+        await self._shared.threads.run(size, lambda: self.tree.encode(lookup, max_tokens))
+        self.check_open()
+
+    def _add(self, lookup: ContextLookup) -> Block:
+        """Add a conversation to the tree.
+
+        Raises:
+            GatewayError: the session, or all sessions together, would hold too much.
+        """
+        images = lookup.new_images
+        num_bytes = lookup.num_new_bytes + self._images.new_bytes(images)
+        held = self._shared.held
+        if not held.take(self, num_bytes):
             raise GatewayError(
-                ErrorKind.overloaded,
-                f"the session runs {len(self._running)} requests, the most it may at once",
+                ErrorKind.too_large,
+                f"messages: got {num_bytes} bytes of messages, images and tokens in addition to "
+                f"{held.held_by(self)} that the session holds, expected at most "
+                f"{held.max_per_owner}, or its share of {held.max_total} of all sessions",
             )
-        pending = _PendingRequest(
+        self._images.add(images)
+        return self.tree.add(lookup)
+
+    def _start(
+        self, block: Block, request: ChatRequest, *, stops: bool
+    ) -> asyncio.Task[ChatAnswer]:
+        """Start to answer a request; `stops` answers it without sampling."""
+        pending = PendingRequest(
             name=f"{self.scope.trajectory_id}/{self._num_requests}",
             block=block,
             request=request,
@@ -199,23 +279,22 @@ class AgentSession:
         self._num_requests += 1
         self._num_samples[block] = pending.sample_index + 1
         self._block_by_answer_id[pending.answer_id] = block
-        task = asyncio.create_task(self._answer(pending))
+        if not stops:
+            self._sampling.add(pending.name)
+        task = asyncio.create_task(self._stop(pending) if stops else self._answer(pending))
         self._undelivered.setdefault(block, {})[pending.answer_id] = task
         self._running[pending.name] = task
         task.add_done_callback(lambda done: self._on_done(pending, done))
-        # The task goes on if the client goes away: the answer waits for its retry.
-        return await asyncio.shield(task)
+        return task
 
-    def _find_block(self, request: ChatRequest) -> Block:
-        """Return the last block of a request's context; its new blocks are added to the tree."""
-        max_model_len = self.scope.context.max_model_len
-        try:
-            return self.tree.find_or_add(request, max_model_len)
-        except GatewayError as error:
-            self._has_exceeded_context |= error.kind is ErrorKind.context_length
-            raise
+    def _check_load(self, num_requests: int) -> None:
+        if num_requests >= MAX_RUNNING_REQUESTS:
+            raise GatewayError(
+                ErrorKind.overloaded,
+                f"the session runs {num_requests} requests, the most it may at once",
+            )
 
-    def _on_done(self, pending: _PendingRequest, task: asyncio.Task[ChatAnswer]) -> None:
+    def _on_done(self, pending: PendingRequest, task: asyncio.Task[ChatAnswer]) -> None:
         self._running.pop(pending.name, None)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, GatewayError):
@@ -229,16 +308,17 @@ class AgentSession:
         Raises:
             GatewayError: the session has ended, or the tools cannot be created.
         """
-        self._check_open()
+        self.check_open()
         if self.scope.tools.num_calls >= self.scope.context.config.max_tool_calls:
             raise self._budget_error(StopReason.call_limit)
+        self.scope.tools.num_calls += 1
         call = asyncio.create_task(self.scope.tools.call(name, arguments))
         self._tool_calls.add(call)
         call.add_done_callback(self._on_tool_done)
         try:
             return await call
         except asyncio.CancelledError:
-            self._check_open()
+            self.check_open()
             raise
         except Exception as error:
             raise GatewayError(ErrorKind.engine_failed, f"tool {name}: {error}") from error
@@ -249,18 +329,31 @@ class AgentSession:
         if error is not None and not isinstance(error, INFRA_ERRORS):
             self._set_fatal(error)  # all first calls have failed, or a bug
 
-    def _check_open(self) -> None:
-        if self._is_closed:
+    def check_open(self) -> None:
+        """Raise `GatewayError` if the session has ended."""
+        if self.is_closed:
             raise GatewayError(ErrorKind.unknown_key, "the session has ended")
 
-    async def count_tokens(self, request: ChatRequest) -> int:
-        """Return the number of tokens of a conversation; nothing is sampled or kept.
+    async def count_tokens(
+        self, read: Callable[[], ChatRequest], num_bytes: int
+    ) -> tuple[ChatRequest, int]:
+        """Return a request and its number of tokens; nothing is sampled or kept.
+
+        Args:
+            read: Decodes the request.
+            num_bytes: Size of its body.
 
         Raises:
-            GatewayError: the policy cannot be shown the conversation.
+            GatewayError: the policy cannot be shown the conversation, or it is many times as long
+                as the context.
         """
-        request = await self._with_checked_images(self._continued(request))
-        return self.tree.count_tokens(request)
+        if self._spent is not None:
+            raise self._budget_error(self._spent)
+        max_model_len = max(self.scope.context.max_model_len, MIN_TOKENS)
+        async with self._entering:
+            lookup = await self._look_up(read, num_bytes)
+            await self._encode(lookup, MAX_CHARS_PER_TOKEN * max_model_len)
+        return lookup.request, lookup.path[-1][1].length
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
         """Note that the client has received an answer, so that it is not sent again."""
@@ -273,20 +366,18 @@ class AgentSession:
 
         Running calls of tools are cancelled.
         """
-        self._is_closed = True
-        generator = self.scope.context.generator
+        self.is_closed = True
         running, calls = tuple(self._running.values()), tuple(self._tool_calls)
         for call in calls:
             call.cancel()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                for engine_id in tuple(self._engine_ids):
-                    with suppress(*INFRA_ERRORS):
-                        await generator.abort(engine_id)
+                await self._sampler.abort()
                 await asyncio.gather(*running, return_exceptions=True)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, *calls, return_exceptions=True)
+        self._shared.held.give_back(self)
 
     def build_response(self) -> SessionResponse:
         """Return all sampled tokens as the response of a trajectory."""
@@ -310,7 +401,7 @@ class AgentSession:
     @property
     def limit_reached(self) -> StopReason | None:
         """Limit after which the agent could not go on; None if it could."""
-        return self._spent or (StopReason.length if self._has_exceeded_context else None)
+        return self._spent or (StopReason.length if self._has_exceeded_size else None)
 
     @property
     def is_unused(self) -> bool:
@@ -365,67 +456,44 @@ class AgentSession:
         messages = (*instructions, *block.conversation[num_dropped:], *inputs)
         return replace(request, messages=messages, tools=tools, previous_answer_id="")
 
-    async def _with_checked_images(self, request: ChatRequest) -> ChatRequest:
-        """Return the request with records in place of the files of images.
+    async def _stop(self, pending: PendingRequest) -> ChatAnswer:
+        return self._make_stop(pending)
 
-        Raises:
-            GatewayError: the model cannot be shown an image.
-        """
-        messages = list(request.messages)
-        for index, message in enumerate(messages):
-            if any("data" in part for part in content_parts(message["content"])):
-                parts = [await self._checked_part(part) for part in message["content"]]
-                messages[index] = {**message, "content": parts}
-        return replace(request, messages=tuple(messages))
-
-    async def _checked_part(self, part: dict[str, Any]) -> dict[str, Any]:
-        if "data" not in part:
-            return part
-        loader = self.scope.context.images
-        if loader is None:
-            raise GatewayError(
-                ErrorKind.invalid_request,
-                "messages: got an image, expected text only; model.path is a model without a "
-                "vision tower",
-            )
+    async def _answer(self, pending: PendingRequest) -> ChatAnswer:
         try:
-            return {"type": "image", "image": await loader.check(part["data"], "messages: image")}
-        except ValueError as error:
-            raise GatewayError(ErrorKind.invalid_request, str(error)) from error
+            return await self._sample_answer(pending)
+        finally:
+            self._sampling.discard(pending.name)
 
-    async def _answer(self, pending: _PendingRequest) -> ChatAnswer:
+    async def _sample_answer(self, pending: PendingRequest) -> ChatAnswer:
         block = pending.block
-        if self._spent is None:
-            self._spent = self._find_spent_budget()
-        if self._spent is not None:
-            return self._make_stop(pending)
         recorded = self._recorded_generation(block)
         generation = recorded or await self._sample_or_fail(pending)
         self._failed_blocks.pop(block, None)
         if recorded is None:
             # Requests that ran at the same time have used tokens of the same budget.
-            if self._num_tokens_left < 1:
+            if self.num_tokens_left < 1:
                 self._spent = self._spent or StopReason.length
                 return self._make_stop(pending)
-            generation = truncate_generation(generation, self._num_tokens_left)
+            generation = truncate_generation(generation, self.num_tokens_left)
         self._last_finish = generation.finish_reason
         return self._add_answer(pending, generation, is_replayed=recorded is not None)
 
-    def _make_stop(self, pending: _PendingRequest) -> ChatAnswer:
+    def _make_stop(self, pending: PendingRequest) -> ChatAnswer:
         """Return the answer without text that tells the client that a limit is reached."""
         self._has_sent_stop = True
         parts = AssistantText(reasoning="", content="", calls=())
         return self._make_answer(pending, parts, AnswerFinish.length)
 
     def _find_spent_budget(self) -> StopReason | None:
-        config = self.scope.context.config
-        if self._num_tokens_left < 1:
+        if self.num_tokens_left < 1:
             return StopReason.length
-        num_turns = self.tree.num_answers + len(self._running) - 1  # this request is running
-        return StopReason.turn_limit if num_turns >= config.max_turns else None
+        num_turns = self.tree.num_answers + len(self._sampling)
+        return StopReason.turn_limit if num_turns >= self.scope.context.config.max_turns else None
 
     @property
-    def _num_tokens_left(self) -> int:
+    def num_tokens_left(self) -> int:
+        """Number of response tokens that the session has left."""
         context, prompt = self.scope.context, self.scope.prompt
         return context.max_response_tokens(prompt) - self.tree.num_response_tokens
 
@@ -443,10 +511,10 @@ class AgentSession:
             )
         return generation
 
-    async def _sample_or_fail(self, pending: _PendingRequest) -> Generation:
+    async def _sample_or_fail(self, pending: PendingRequest) -> Generation:
         """Sample an answer; an error of the engine fails the session until a retry succeeds."""
         try:
-            generation = await self._sample(pending)
+            generation = await self._sampler.sample(pending)
         except (GatewayError, asyncio.CancelledError):
             raise
         except RankLostError as error:
@@ -457,7 +525,7 @@ class AgentSession:
             _log.warning("%s: %s", pending.name, error)
             raise GatewayError(ErrorKind.engine_failed, f"the engine failed: {error}") from error
         is_aborted = generation.finish_reason is FinishReason.aborted
-        if is_aborted and not (self._is_closed and generation.token_ids):
+        if is_aborted and not (self.is_closed and generation.token_ids):
             text = "the engine aborted the request"
             self._failed_blocks[pending.block] = StopReason.aborted, text
             raise GatewayError(ErrorKind.engine_failed, text)
@@ -467,87 +535,8 @@ class AgentSession:
         if not self.fatal_error.done():
             self.fatal_error.set_result(error)
 
-    async def _sample(self, pending: _PendingRequest) -> Generation:
-        """Sample one turn, in two pieces if the branch policy asks for a probe."""
-        block, request = pending.block, pending.request
-        max_tokens = self._max_tokens(block, request)
-        engine_request = await self._engine_request(pending, max_tokens)
-        probe = self.scope.probe
-        # The engine looks for a stop string in the output of one request only.
-        num_probed = 0 if probe is None or request.stop else probe.num_tokens(self, block)
-        self.scope.spans.start_turn()
-        if probe is None or not 0 < num_probed < max_tokens:
-            return await self._generate(engine_request)
-        piece = await self._generate(replace(engine_request, max_tokens=num_probed))
-        if piece.finish_reason is not FinishReason.aborted and not self._is_closed:
-            await probe.on_sampled(self, block, piece)
-        if piece.finish_reason is not FinishReason.length:
-            return piece
-        if self._is_closed:  # perhaps while the forks were made
-            return replace(piece, finish_reason=FinishReason.aborted)
-        rest = replace(
-            engine_request,
-            request_id=f"{pending.name}.1",
-            token_ids=(*engine_request.token_ids, *piece.token_ids),
-            max_tokens=max_tokens - len(piece.token_ids),
-            seed=self._seed(pending, 1),
-            routes_start=engine_request.routes_start if piece.routes is None else piece.routes.stop,
-        )
-        generation = await self._generate(rest)
-        return merge_generations(
-            [piece, generation], generation.finish_reason, generation.stop_string
-        )
-
-    async def _generate(self, request: GenerateRequest) -> Generation:
-        """Run a request of the engine, which `close` can end.
-
-        Raises:
-            GatewayError: the session has ended.
-        """
-        self._check_open()
-        self._engine_ids.add(request.request_id)
-        try:
-            work = generate_or_abort(self.scope.context.generator, request)
-            return await self.scope.spans.trace_generate(request, work)
-        finally:
-            self._engine_ids.discard(request.request_id)
-
-    def _max_tokens(self, block: Block, request: ChatRequest) -> int:
-        """Return how many tokens may be sampled after a block, at least 1."""
-        context = self.scope.context
-        limits = [context.max_model_len - block.length, self._num_tokens_left]
-        return max(1, min(limits if request.max_tokens is None else [*limits, request.max_tokens]))
-
-    async def _engine_request(self, pending: _PendingRequest, max_tokens: int) -> GenerateRequest:
-        context = self.scope.context
-        token_ids, images = pending.block.context()
-        if images:
-            assert context.images is not None, f"{pending.name}: images without a loader"
-            images = await context.images.load(images)
-        return GenerateRequest(
-            request_id=pending.name,
-            token_ids=token_ids,
-            max_tokens=max_tokens,
-            temperature=context.temperature,
-            top_p=context.config.top_p,
-            top_k=context.config.top_k,
-            seed=self._seed(pending, 0),
-            stop=pending.request.stop,
-            images=images,
-            routes_start=pending.block.num_routed if context.with_routes else None,
-        )
-
-    def _seed(self, pending: _PendingRequest, piece: int) -> int | None:
-        """Return a seed that depends on the context and not on the order of the requests."""
-        scope, context = self.scope, self.scope.context
-        if not context.temperature:
-            return None
-        turn = int.from_bytes(pending.block.digest, "big")
-        place = (context.step, scope.prompt_key, scope.path, turn, 2 * pending.sample_index + piece)
-        return request_seed(context.seed, *place)
-
     def _add_answer(
-        self, pending: _PendingRequest, generation: Generation, *, is_replayed: bool
+        self, pending: PendingRequest, generation: Generation, *, is_replayed: bool
     ) -> ChatAnswer:
         """Add sampled tokens to the tree and return the answer for the client."""
         text = self.encoder.decode(generation.token_ids)
@@ -563,16 +552,18 @@ class AgentSession:
             parts, finish = replace(parts, calls=()), AnswerFinish.length
         self.num_calls += len(parts.calls)
         added = self.tree.add_answer(pending.block, generation, parts.content, parts.calls)
+        if not self.is_closed:
+            self._shared.held.add(self, added.num_bytes)
         if is_replayed:
             self._replayed.add(added)
         self._answered[pending.answer_id] = (added, pending.request.num_instructions)
-        if self._num_tokens_left < 1 and finish is AnswerFinish.length:
+        if self.num_tokens_left < 1 and finish is AnswerFinish.length:
             self._spent = self._spent or StopReason.length
         return self._make_answer(pending, parts, finish, generation)
 
     def _make_answer(
         self,
-        pending: _PendingRequest,
+        pending: PendingRequest,
         parts: AssistantText,
         finish: AnswerFinish,
         generation: Generation | None = None,

@@ -49,7 +49,7 @@ class SessionTools:
         self._outcomes: list[tuple[bytes, ToolOutcome]] = list(parent.outcomes) if parent else []
         self._created = asyncio.Lock()
         self.num_calls = 0
-        """Calls so far, those answered from the record included."""
+        """Calls that the session has admitted, those answered from the record included."""
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Return the outcome of a call, recorded or run now.
@@ -57,7 +57,6 @@ class SessionTools:
         Raises:
             RuntimeError: the tools cannot be created, or could not be copied at the fork.
         """
-        self.num_calls += 1
         key = call_key(name, arguments)
         recorded = self._recorded.get(key)
         if recorded:

@@ -38,7 +38,12 @@ def assistant(answer):
 async def ask(session, messages, **options):
     tools = session.scope.prompt.tool_schemas
     request = ChatRequest(messages=tuple(messages), tools=tools, options={}, **options)
-    return await session.complete(request)
+    return await complete(session, request)
+
+
+async def complete(session, request, **options):
+    _, answering = await session.admit(lambda: request, 0, **options)
+    return await answering
 
 
 def trajectory_of(session):
@@ -199,16 +204,16 @@ class FuzzedAgent:
             sent = [self._rewrite(message) for message in messages]
             self.num_calls += 1
             request = ChatRequest(messages=tuple(sent), options={})
-            answer = await self._session.complete(request)
+            answer = await complete(self._session, request)
             if rng.random() < 0.1:  # the client lost the answer
                 self.num_calls += 1
                 num_reused = self._session.num_reused_answers
-                answer = await self._session.complete(request, is_retry=True)
+                answer = await complete(self._session, request, is_retry=True)
                 assert self._session.num_reused_answers > num_reused
             self._session.mark_delivered(answer)
             if rng.random() < 0.1:  # the client wants another answer
                 self.num_calls += 1
-                answer = await self._session.complete(request, is_retry=rng.random() < 0.5)
+                answer = await complete(self._session, request, is_retry=rng.random() < 0.5)
             messages.append(assistant(answer))
             for index, _ in enumerate(answer.tool_calls):
                 messages.append({"role": "tool", "content": f"{rng.random():.3f} {index}"})
@@ -320,7 +325,7 @@ async def test_session_that_closes_while_the_forks_are_made_samples_no_more(code
     engine = Script(codec, ["so it is 5"])
 
     async def close(session, block, generation):
-        session._is_closed = True
+        session.is_closed = True
 
     probe = Probe(num_tokens=lambda session, block: 3, on_sampled=close)
     session = AgentSession(replace(make_session_scope(codec, engine), probe=probe))

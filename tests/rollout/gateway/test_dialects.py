@@ -274,7 +274,9 @@ async def test_spent_budget_is_a_stop_for_length_then_an_error_without_retry(
 ):
     async with open_scripted_session(codec, ["Hello."] * 9, **options) as (url, key, session, _):
         client = make_client(url, key)
-        requests = count_requests(session)
+        requests = []
+        entering = session.entering
+        session.entering = lambda **options: requests.append(options) or entering(**options)
         history = [QUESTION]
         finishes = []
         with pytest.raises(client.errors.BadRequestError, match=limit):
@@ -370,15 +372,15 @@ async def test_engine_failure_during_a_stream_is_an_error_of_the_sdk(
 def count_requests(session, *first_errors):
     """A list that gets the messages of each request; the first requests get these errors."""
     requests, errors = [], list(first_errors)
-    complete = session.complete
+    admit = session.admit
 
-    async def counted(request, **options):
-        requests.append(request.messages)
+    async def counted(read, num_bytes, **options):
+        requests.append(read().messages)
         if errors:
             raise errors.pop()
-        return await complete(request, **options)
+        return await admit(read, num_bytes, **options)
 
-    session.complete = counted
+    session.admit = counted
     return requests
 
 

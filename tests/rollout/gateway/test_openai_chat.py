@@ -32,7 +32,7 @@ async def test_address_that_is_not_served_is_an_error_of_the_api(codec):
 
 async def test_error_of_the_gateway_is_an_error_of_the_api(codec, monkeypatch):
     async with open_scripted_session(codec, []) as (url, key, session, _):
-        monkeypatch.setattr(session, "complete", None)
+        monkeypatch.setattr(session, "admit", None)
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(

@@ -32,6 +32,7 @@ from mega_agentrl.rollout.gateway.chat import (
 )
 from mega_agentrl.rollout.gateway.dialects.anthropic_tools import CLIENT_TOOLS
 from mega_agentrl.rollout.gateway.dialects.base import (
+    Body,
     check_template_variables,
     check_token_limit,
     decode_base64,
@@ -158,7 +159,7 @@ class AnthropicMessages:
 
     keep_alive = sse_event({"type": "ping"}, "ping")
 
-    def parse_request(self, body: bytes) -> ChatRequest:
+    def parse_request(self, body: Body) -> ChatRequest:
         """Return the request of a body; raises `GatewayError` for another body."""
         request = decode_body(body, _Body)
         if request.max_tokens is None:
@@ -166,7 +167,7 @@ class AnthropicMessages:
         check_token_limit(request.max_tokens, "max_tokens")
         return _chat_request(request, _ignored(request, body))
 
-    def parse_count_request(self, body: bytes) -> ChatRequest:
+    def parse_count_request(self, body: Body) -> ChatRequest:
         """Return the conversation whose tokens are to be counted."""
         request = decode_body(body, _Body)
         return _chat_request(request, _ignored(request, body))
@@ -257,7 +258,7 @@ def _without_billing_lines(blocks: Sequence[_Text]) -> list[_Text]:
     return [_Text(rest) for text, rest in texts if rest.strip() or not text.strip()]
 
 
-def _ignored(body: _Body, source: bytes) -> dict[str, str]:
+def _ignored(body: _Body, source: Body) -> dict[str, str]:
     ignored = fixed_settings(body, _FIXED_SETTINGS)
     choice = body.tool_choice
     is_usual = choice is None or choice.type in ("auto", "none")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.gateway.chat import ChatAnswer, ChatRequest
     from mega_agentrl.types.records import Message
 
+Body = bytes | bytearray
 BodyT = TypeVar("BodyT")
 
 MAX_DEPTH = 100
@@ -52,7 +53,7 @@ class Dialect(Protocol):
     keep_alive: bytes
     """Event that is sent while an answer is being sampled; clients ignore it."""
 
-    def parse_request(self, body: bytes) -> ChatRequest:
+    def parse_request(self, body: Body) -> ChatRequest:
         """Return the request of a body.
 
         Raises:
@@ -72,7 +73,7 @@ class Dialect(Protocol):
         """Return the event of an error after the head of a stream was sent."""
 
 
-def decode_body(body: bytes, body_type: type[BodyT]) -> BodyT:
+def decode_body(body: Body, body_type: type[BodyT]) -> BodyT:
     """Return a JSON body as a `msgspec.Struct`; unknown fields are ignored.
 
     Raises:
@@ -119,7 +120,7 @@ def fixed_settings(body: msgspec.Struct, names: Iterable[str]) -> dict[str, str]
 
 
 def unknown_fields(
-    body: bytes, body_type: type[msgspec.Struct], harmless: Collection[str]
+    body: Body, body_type: type[msgspec.Struct], harmless: Collection[str]
 ) -> dict[str, str]:
     """Return the fields of a valid body that the gateway does not know, at most `MAX_UNKNOWN`.
 

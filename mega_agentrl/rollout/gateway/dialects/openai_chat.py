@@ -25,6 +25,7 @@ from mega_agentrl.rollout.gateway.chat import (
     invalid_request,
 )
 from mega_agentrl.rollout.gateway.dialects.base import (
+    Body,
     arguments_json,
     check_template_variables,
     check_token_limit,
@@ -156,7 +157,7 @@ class OpenAIChat:
 
     keep_alive = b": waiting for the policy\n\n"
 
-    def parse_request(self, body: bytes) -> ChatRequest:
+    def parse_request(self, body: Body) -> ChatRequest:
         """Return the request of a body; raises `GatewayError` for another body."""
         request = decode_body(body, _Body)
         if request.n not in (None, 1):

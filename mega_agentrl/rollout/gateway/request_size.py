@@ -1,0 +1,132 @@
+"""Sizes of requests, which are checked before anything that takes longer for larger ones."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_request
+from mega_agentrl.types.images import ImageInput
+from mega_agentrl.types.records import ToolCall
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mega_agentrl.rollout.gateway.chat import ChatRequest
+
+MAX_CHARS_PER_TOKEN = 16
+"""Characters of a conversation for each token of `engine.max_model_len`. Text has about 4 a
+token, code and tables up to 8: a longer conversation does not fit, unless it is all white space."""
+
+MAX_VALUES_PER_TOKEN = 16
+"""Values of a JSON body for each token of `engine.max_model_len`. A value takes one token at least
+where it is shown, and about 100 bytes of memory."""
+
+MIN_TOKENS = 4096
+"""The two bounds are not lower for a model with a shorter context, which may be sent many tools."""
+
+MAX_IMAGES = 500
+"""Images of a request, as in OpenAI's API; Anthropic's allows 100."""
+
+MAX_STOP_STRINGS = 16
+"""Stop strings of a request. OpenAI's API allows 4; the engine compares each of them with the
+output at every token."""
+
+MAX_STOP_CHARS = 256
+"""Characters of a stop string."""
+
+MAX_ARGUMENT_BYTES = 1 << 20
+"""Size of the arguments of a call of the run's own tools. The calls that the policy samples are far
+shorter."""
+
+_SEPARATORS = b",[{"
+
+
+def check_num_values(body: bytes | bytearray, max_model_len: int) -> None:
+    """Check the number of values of a JSON body before it is decoded.
+
+    Commas within texts count as well.
+
+    Raises:
+        GatewayError: there are more than any conversation has that fits into the context.
+    """
+    limit = MAX_VALUES_PER_TOKEN * max(max_model_len, MIN_TOKENS)
+    num_values = sum(body.count(separator) for separator in _SEPARATORS)
+    if num_values > limit:
+        raise GatewayError(
+            ErrorKind.context_length,
+            f"body: got {num_values} commas and brackets, expected at most {limit}, more than fit "
+            f"into the context length of the model, {max_model_len} tokens",
+        )
+
+
+def check_request_size(request: ChatRequest, max_model_len: int) -> int:
+    """Return the number of characters of a request.
+
+    Raises:
+        GatewayError: it is too long for the context, or has too many images or stop strings.
+    """
+    if len(request.stop) > MAX_STOP_STRINGS:
+        raise invalid_request("stop", len(request.stop), f"at most {MAX_STOP_STRINGS} strings")
+    longest = max(map(len, request.stop), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise invalid_request(
+            "stop", f"{longest} characters", f"at most {MAX_STOP_CHARS} in each string"
+        )
+    num_messages = len(request.messages)
+    if num_messages > max(max_model_len, MIN_TOKENS):
+        raise _too_long(f"{num_messages} messages", "one", max_model_len)
+    num_images = sum(isinstance(value, bytes | ImageInput) for value in _leaves(request.messages))
+    if num_images > MAX_IMAGES:
+        raise invalid_request("messages", f"{num_images} images", f"at most {MAX_IMAGES}")
+    shown = (request.messages, request.tools, request.template_variables, request.prefill)
+    length = num_chars(shown)
+    if length > MAX_CHARS_PER_TOKEN * max(max_model_len, MIN_TOKENS):
+        raise _too_long(f"{length} characters", f"{MAX_CHARS_PER_TOKEN}", max_model_len)
+    return length
+
+
+def num_chars(value: Any) -> int:
+    """Return the number of characters of the texts and keys within messages or schemas."""
+    return sum(len(item) for item in _leaves(value) if isinstance(item, str))
+
+
+def num_image_tokens(value: Any) -> int:
+    """Return the number of tokens of the images within messages."""
+    return sum(item.num_tokens for item in _leaves(value) if isinstance(item, ImageInput))
+
+
+def stored_bytes(value: Any) -> int:
+    """Return about how much memory messages or schemas take, without their images."""
+    return sum(
+        sys.getsizeof(item)
+        for item in _leaves(value, with_containers=True)
+        if not isinstance(item, ImageInput)
+    )
+
+
+def _leaves(value: Any, *, with_containers: bool = False) -> Iterator[Any]:
+    """Yield the values and keys within a value, and lists and objects if asked for."""
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            stack += item.keys()
+            stack += item.values()
+        elif isinstance(item, list | tuple):
+            stack += item
+        elif isinstance(item, ToolCall):
+            stack += (item.tool, item.arguments)
+        else:
+            yield item
+            continue
+        if with_containers:
+            yield item
+
+
+def _too_long(got: str, expected: str, max_model_len: int) -> GatewayError:
+    return GatewayError(
+        ErrorKind.context_length,
+        f"messages: got {got}, expected at most {expected} for each of the {max_model_len} tokens "
+        "of the model's context length",
+    )
