@@ -26,7 +26,7 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
-from mega_agentrl.vision.loader import ImageLimits, check_image
+from mega_agentrl.vision.loader import LARGE_PIXELS, ImageLimits, read_header
 from mega_agentrl.vision.placeholders import locate_images
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ IMAGES = "images"
 """Name of the tool in the outcome of an image that cannot be loaded."""
 
 _NUM_THREADS = 4
-_LARGE_PIXELS = 1 << 24
-"""Number of pixels from which an image is large. Decoding takes up to 16 bytes a pixel, so that the
-four threads take at most 1 GiB beside the one that decodes large images."""
 _MIB = 2**20
 
 
@@ -183,7 +180,7 @@ class RolloutImages:
             if future is not None:
                 self._loaded.move_to_end(image.image_id)
                 return future
-            is_large = image.width * image.height > _LARGE_PIXELS
+            is_large = image.width * image.height > LARGE_PIXELS
             threads = self._large_thread if is_large else self._threads
             future = self._loaded[image.image_id] = threads.submit(self._decode, image)
         future.add_done_callback(lambda done: self._account(image.image_id, done))
@@ -209,8 +206,9 @@ class RolloutImages:
         image_id = self._processor.image_id(data)
         image = self._checked.get(image_id)
         if image is None:
-            check_image(data, where, self._limits)
-            image = self._checked.setdefault(image_id, self._processor.measure(data))
+            header = read_header(data, where, self._limits)
+            image = self._processor.measure(data, size=header.size)
+            image = self._checked.setdefault(image_id, image)
         return image
 
     def _decode(self, image: ImageInput) -> ImageInput:

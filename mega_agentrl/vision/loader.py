@@ -2,12 +2,14 @@
 
 A cell of a dataset names an image as a path, a URL, a base64 data URL, bytes, or a struct of these
 (`{"bytes": ..., "path": ...}` as Hugging Face datasets write it, `{"url": ...}` as OpenAI's API
-has it). The format follows from the bytes, never from the name of the file. Size of the file,
-number of pixels and aspect ratio are bounded before pixels are decoded; Pillow bounds the metadata
-of a PNG file. Every error is a `ConfigError` that names the image's place.
+has it). The format follows from the bytes, never from the name of the file. The size of the file
+and its segments (see `container`) are bounded before Pillow opens it, and the number of pixels, the
+aspect ratio and the number of passes over the pixels before they are decoded. Every error is a
+`ConfigError` that names the image's place.
 
 `decode_rgb` gives the pixels that viewers show, and `shown_size` their size: everything that
-decodes an image, for a model, a tool or a report, uses them.
+decodes an image, for a model, a tool or a report, uses them. Their time grows with the file, up to
+seconds: call them in a thread where an event loop runs.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from __future__ import annotations
 import base64
 import io
 import os.path
+import threading
 from bisect import bisect_right
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,21 +27,35 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
+from mega_agentrl.vision.container import (
+    ANIMATION_FORMATS,
+    FORMATS,
+    MAX_METADATA_BYTES,
+    Container,
+    check_exif,
+    read_container,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from PIL.Image import Image as PillowImage
 
     FetchUrl = Callable[[str, str], Path]
     """fetch(url, where): path of a local copy; errors name `where`."""
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats that are read; of an animation the first frame."""
-ANIMATION_FORMATS = ("GIF", "WEBP", "PNG")
-"""Formats whose frames can be read as a video."""
 MAX_ASPECT_RATIO = 200
 """Largest ratio of the sides, beyond which the resizing of Qwen's processors fails."""
+MAX_DECODED_PIXELS = 500_000_000
+"""Largest number of pixels that a decoder goes over, in all scans of a JPEG file or all frames of
+an animation up to the last one that is used; some 10 s of work. It is more if `MAX_PASSES` over the
+largest image of the limits are more. Progressive JPEG files have 10 scans; a film of 1280 x 720
+pixels may have 542 frames."""
+MAX_PASSES = 10
+"""Number of times that the largest image of the limits may be gone over."""
+LARGE_PIXELS = 1 << 24
+"""Number of pixels from which an image is large. Decoding takes up to 16 bytes a pixel, so that
+large images are decoded one at a time."""
 
 _TURNS = {
     2: "FLIP_LEFT_RIGHT",
@@ -53,8 +70,10 @@ _TURNS = {
 _QUARTER_TURNS = (5, 6, 7, 8)
 """Orientations that exchange width and height."""
 _MIB = 2**20
-_DEFAULT_FRAME_MS = 100.0
-"""Duration of a frame without one, as browsers show it."""
+_MAX_BYTES_PER_PIXEL = 16
+"""Largest size of a file by its pixels, beside its metadata: twice that of 16-bit RGBA without
+compression. More is no image, but what is hidden in one."""
+_decoding_large = threading.Lock()
 _EXPECTED = f"an image file ({', '.join(FORMATS)})"
 _EXPECTED_CELL = (
     "a path, a URL, a base64 data URL (data:image/png;base64,...), bytes, or a struct with one of "
@@ -74,6 +93,16 @@ class ImageLimits:
     """Largest size of the file in bytes."""
     max_file_pixels: int = 50_000_000
     """Largest number of pixels of the file, width times height."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageHeader:
+    """What an image file says of itself."""
+
+    kind: str
+    """One of `FORMATS`."""
+    size: tuple[int, int]
+    """Width and height in pixels of the upright image."""
 
 
 def image_bytes(
@@ -97,7 +126,7 @@ def image_bytes(
     if not isinstance(cell, str) or not cell:
         raise ConfigError(where, cell, _EXPECTED_CELL, "another column is meant")
     if cell.startswith("data:"):
-        return _decode_data_url(cell, where), ""
+        return _decode_data_url(cell, where, limits), ""
     path = str(fetch(cell, where)) if "://" in cell else _find_file(cell, where, folder)
     with reading(where, cell, _EXPECTED):
         _check_file_size(os.path.getsize(path), where, limits)
@@ -105,7 +134,14 @@ def image_bytes(
 
 
 def check_image(data: bytes, where: str, limits: ImageLimits, *, decode: bool = False) -> str:
-    """Check an image file and return its format, one of `FORMATS`.
+    """Check an image file as `read_header` does and return its format, one of `FORMATS`."""
+    return read_header(data, where, limits, decode=decode).kind
+
+
+def read_header(
+    data: bytes, where: str, limits: ImageLimits, *, decode: bool = False
+) -> ImageHeader:
+    """Check an image file and return its format and its size.
 
     Args:
         data: the bytes of the file.
@@ -119,11 +155,16 @@ def check_image(data: bytes, where: str, limits: ImageLimits, *, decode: bool = 
     _check_file_size(len(data), where, limits)
     problem = "damaged, truncated, or not an image in spite of its name"
     with reading(where, f"{len(data)} bytes", _EXPECTED, problem):
-        with _open_image(data, FORMATS) as image:
+        container = read_container(data)
+        with _open_image(data, container) as image:
             _check_pixels(image, where, limits)
+            _check_work(image, container.num_scans, where, limits)
+            _check_density(image, container, len(data), where)
+            size = _upright_size(image)
             if decode:
-                image.load()
-            return str(image.format)
+                with _taking_turns(image):
+                    image.load()
+            return ImageHeader(kind=container.kind, size=size)
 
 
 def decode_rgb(data: bytes, *, max_side: int | None = None) -> PillowImage:
@@ -136,20 +177,20 @@ def decode_rgb(data: bytes, *, max_side: int | None = None) -> PillowImage:
         data: the bytes of the file.
         max_side: reduce the image to at most so many pixels a side; None for its own size.
     """
-    with _open_image(data, FORMATS) as image:
+    with _open_image(data, read_container(data)) as image:
         if max_side is not None:
             image.draft("RGB", (max_side, max_side))
-        shown = _shown_image(image)
-    if max_side is not None:
-        shown.thumbnail((max_side, max_side))
+        with _taking_turns(image):
+            shown = _shown_image(image)
+            if max_side is not None:
+                shown.thumbnail((max_side, max_side))
     return shown
 
 
 def shown_size(data: bytes) -> tuple[int, int]:
     """Return width and height of the image that `decode_rgb` returns, without decoding it."""
-    with _open_image(data, FORMATS) as image:
-        width, height = image.size
-        return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
+    with _open_image(data, read_container(data)) as image:
+        return _upright_size(image)
 
 
 def animation_frames(
@@ -158,22 +199,29 @@ def animation_frames(
     """Return frames of an animation as PNG files.
 
     Frames are those shown at 0, 1/fps, 2/fps, ... seconds; if these are more than `max_frames`, at
-    as many evenly spaced times. A frame occurs once.
+    as many evenly spaced times. A frame occurs once. Frames behind the last of them are not
+    decoded; those before are, because each changes the picture of the one before.
 
     Raises:
         ConfigError: the file is not an animation that can be read.
     """
     _check_file_size(len(data), where, limits)
     with reading(where, f"{len(data)} bytes", _EXPECTED_VIDEO, "not a readable animation"):
-        with _open_image(data, ANIMATION_FORMATS) as image:
-            _check_pixels(image, where, limits)
-            durations_ms: list[float] = []
-            for index in range(getattr(image, "n_frames", 1)):
+        container = read_container(data)
+        if container.kind not in ANIMATION_FORMATS:
+            raise ValueError(f"got a file in {container.kind}")
+        durations_ms = container.durations_ms or [1.0]
+        chosen = choose_frames(durations_ms, fps=fps, max_frames=max_frames)
+        frames = []
+        with _open_image(data, container) as image:
+            for index in range(chosen[-1] + 1):
                 image.seek(index)
-                image.load()  # Pillow knows the duration of a WebP frame only then
-                durations_ms.append(float(image.info.get("duration") or _DEFAULT_FRAME_MS))
-            chosen = choose_frames(durations_ms, fps=fps, max_frames=max_frames)
-            return [_frame_as_png(image, index) for index in chosen]
+                _check_pixels(image, where, limits)  # a frame of GIF may make the picture larger
+                _check_work(image, chosen[-1] + 1, where, limits)
+                if index in chosen:
+                    with _taking_turns(image):
+                        frames.append(_frame_as_png(image))
+        return frames
 
 
 def choose_frames(durations_ms: Sequence[float], *, fps: float, max_frames: int) -> list[int]:
@@ -190,14 +238,21 @@ def choose_frames(durations_ms: Sequence[float], *, fps: float, max_frames: int)
     return sorted({bisect_right(ends_ms, number * step_ms) for number in range(num_times)})
 
 
-def _open_image(data: bytes, formats: tuple[str, ...]) -> PillowImage:
+def _open_image(data: bytes, container: Container) -> PillowImage:
+    """Open a file whose segments have been checked, which is why its container is given."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(data), formats=formats)
+    return Image.open(io.BytesIO(data), formats=(container.kind,))
 
 
-def _frame_as_png(image: PillowImage, index: int) -> bytes:
-    image.seek(index)
+@contextmanager
+def _taking_turns(image: PillowImage) -> Iterator[None]:
+    """Let only one thread at a time decode a large image."""
+    with _decoding_large if image.width * image.height > LARGE_PIXELS else nullcontext():
+        yield
+
+
+def _frame_as_png(image: PillowImage) -> bytes:
     buffer = io.BytesIO()
     _shown_image(image).save(buffer, format="PNG", compress_level=1)
     return buffer.getvalue()
@@ -236,11 +291,18 @@ def _reduce_to_8_bits(image: PillowImage) -> tuple[PillowImage, PillowImage | No
     return grey, Image.fromarray(np.where(value_HW == transparent, 0, 255).astype(np.uint8))
 
 
+def _upright_size(image: PillowImage) -> tuple[int, int]:
+    width, height = image.size
+    return (height, width) if _orientation(image) in _QUARTER_TURNS else (width, height)
+
+
 def _orientation(image: PillowImage) -> int:
     """Return the EXIF orientation from 1 to 8 of a file whose pixels are not decoded yet."""
     from PIL import ExifTags, Image
 
     with suppress(Exception):  # a damaged EXIF block raises errors of many kinds
+        if isinstance(text := image.info.get("Raw profile type exif"), str):
+            check_exif(bytes.fromhex("".join(text.split("\n")[3:])))
         # That of PNG files would decode all pixels, in search of a block behind them.
         return int(Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1))
     return 1
@@ -273,8 +335,34 @@ def _check_pixels(image: PillowImage, where: str, limits: ImageLimits) -> None:
         )
 
 
-def _decode_data_url(url: str, where: str) -> bytes:
+def _check_work(image: PillowImage, num_passes: int, where: str, limits: ImageLimits) -> None:
+    num_pixels = num_passes * image.width * image.height
+    most = max(MAX_DECODED_PIXELS, MAX_PASSES * limits.max_file_pixels)
+    if num_pixels > most:
+        raise ConfigError(
+            where,
+            f"{num_pixels} pixels in {num_passes} frames or scans",
+            f"at most {most} pixels to decode",
+            "a file made to take time; or a film, which has to be shorter, smaller or of fewer "
+            "frames a second",
+        )
+
+
+def _check_density(image: PillowImage, container: Container, num_bytes: int, where: str) -> None:
+    num_pixels = image.width * image.height * max(1, len(container.durations_ms))
+    if num_bytes > MAX_METADATA_BYTES + _MAX_BYTES_PER_PIXEL * num_pixels:
+        raise ConfigError(
+            where,
+            f"{num_bytes} bytes for {num_pixels} pixels",
+            f"at most {_MAX_BYTES_PER_PIXEL} bytes a pixel, and {MAX_METADATA_BYTES} bytes of "
+            "metadata",
+            "another file hidden in an image",
+        )
+
+
+def _decode_data_url(url: str, where: str, limits: ImageLimits) -> bytes:
     head, _, body = url.partition(",")
+    _check_file_size(max(1, len(body) * 3 // 4 - 2), where, limits)
     with reading(where, head[:80], "a data URL data:image/...;base64,...", "not base64"):
         if not head.endswith(";base64"):
             raise ValueError("it has no ;base64")

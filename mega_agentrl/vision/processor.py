@@ -112,14 +112,17 @@ class ImageProcessor:
         self.merge_size: int = self._processor.merge_size
         self.patch_size: int = self._processor.patch_size
 
-    def measure(self, data: bytes, *, path: str = "") -> ImageInput:
+    def measure(
+        self, data: bytes, *, path: str = "", size: tuple[int, int] | None = None
+    ) -> ImageInput:
         """Return the record of an image file without decoding its pixels.
 
         Args:
             data: The bytes of the file, which `loader.check_image` has accepted.
             path: Path of the file; without it the record keeps the bytes.
+            size: Width and height of the upright image, if the caller has read them.
         """
-        width, height = shown_size(data)
+        width, height = size or shown_size(data)
         return ImageInput(
             image_id=self.image_id(data),
             path=path,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
+import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +19,7 @@ from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.config.sections.tools import ZoomToolConfig
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.report.tree_viewer.tree_json import tree_to_json
+from mega_agentrl.rollout import images as images_module
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.conversation.messages import template_drift
 from mega_agentrl.rollout.images import RolloutImages, check_answers
@@ -31,6 +34,8 @@ from mega_agentrl.tool.zoom import ZoomTool
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.images import PlacedImage
 from mega_agentrl.types.records import StopReason, ToolOutcome, ToolStatus
+from mega_agentrl.vision import loader
+from mega_agentrl.vision.container import read_container
 from mega_agentrl.vision.placeholders import locate_images
 from mega_agentrl.vision.processor import ImageProcessor
 from tests.chat_models import TEMPLATES, Script, save_vision_folder
@@ -466,6 +471,57 @@ def test_an_image_id_is_not_used_as_a_pattern(tmp_path):
     (tmp_path / "images" / "a.png").touch()
     assert find_image(tmp_path, "a") == tmp_path / "images" / "a.png"
     assert find_image(tmp_path, "*") is None and find_image(tmp_path, "b") is None
+
+
+async def test_an_image_of_somebody_else_is_parsed_once_and_never_on_the_event_loop(
+    images, monkeypatch
+):
+    """Twice in threads, for its size and for its pixels; later its record is found by its bytes."""
+    parsing: list[threading.Thread] = []
+
+    def read(data):
+        parsing.append(threading.current_thread())
+        return read_container(data)
+
+    monkeypatch.setattr(loader, "read_container", read)
+    data = make_picture(7)
+    record = await images.check(data, "here")
+    assert len(parsing) == 2 and threading.current_thread() not in parsing
+    outcome = ToolOutcome(
+        tool="camera", status=ToolStatus.ok, answer="", latency_s=0.0, images=(data + b"",)
+    )
+    for _ in range(3):
+        assert await images.check(bytes(bytearray(data)), "again") is record
+        checked = await images.check_answer(outcome)
+        assert checked.images == (record,) and await images.check_answer(checked) == checked
+    assert len(parsing) == 2
+    gone = weakref.ref(record)
+    del record, checked
+    assert gone() is None, "the records of a run must not grow"
+
+
+async def test_a_large_image_does_not_hold_up_the_others(codec, processor, monkeypatch):
+    """While it is decoded, five small ones are shown; a second large one waits for it."""
+    monkeypatch.setattr(images_module, "LARGE_PIXELS", 56 * 28)
+    is_shown, running = threading.Event(), []
+
+    class Waiting(type(processor)):
+        def load(self, image):
+            if image.width * image.height > 56 * 28:
+                running.append(image)
+                is_shown.wait(60)
+                assert len(running) == 1
+                running.pop()
+            return super().load(image)
+
+    images = RolloutImages(Waiting(processor.folder), codec.image_tokens)
+    large = [
+        asyncio.create_task(images.check(make_picture(seed, 56, 56), "large")) for seed in range(6)
+    ]
+    small = [await images.check(make_picture(seed), "small") for seed in range(5)]
+    assert len(small) == 5 and not any(task.done() for task in large)
+    is_shown.set()
+    assert len(await asyncio.gather(*large)) == 6
 
 
 async def test_pixels_are_decoded_once_and_bounded_in_bytes(codec, processor):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.sections.data import MAX_IMAGE_PIXELS
 from mega_agentrl.types.atomic_file import atomic_path
-from mega_agentrl.vision.loader import FORMATS, ImageLimits, check_image, decode_rgb
+from mega_agentrl.vision.container import FORMATS
+from mega_agentrl.vision.loader import ImageLimits, check_image, decode_rgb
 from mega_agentrl.vision.placeholders import image_parts
 
 if TYPE_CHECKING:
