@@ -22,8 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.data.remote_files import fetch_to_cache
-from mega_agentrl.vision.loader import ImageLimits, animation_frames, check_image, image_bytes
+from mega_agentrl.data.remote_files import FetchLimits, fetch_to_cache
+from mega_agentrl.vision.loader import (
+    ImageLimits,
+    animation_frames,
+    check_image,
+    image_bytes,
+    read_header,
+)
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.data import DataConfig
@@ -149,10 +155,10 @@ class PromptImageReader:
         return image_bytes(cell, where, self._limits, folder=folder, fetch=self._fetch)
 
     def _measure(self, data: bytes, path: str, where: str) -> ImageInput:
-        kind = check_image(data, where, self._limits)
+        header = read_header(data, where, self._limits)
         if not path and self._cache_folder is not None:
-            path = str(_store(data, kind, self._cache_folder))
-        image = self._processor.measure(data, path=path)
+            path = str(_store(data, header.kind, self._cache_folder))
+        image = self._processor.measure(data, path=path, size=header.size)
         known, _ = self._images.setdefault(image.image_id, (image, where))
         return known
 
@@ -163,7 +169,8 @@ class PromptImageReader:
                 url,
                 "a path without a scheme, because the caller gave no cache folder for remote files",
             )
-        return fetch_to_cache(url, self._cache_folder, key=where)
+        limits = FetchLimits(max_bytes=self._limits.max_file_bytes)
+        return fetch_to_cache(url, self._cache_folder, key=where, limits=limits)
 
 
 class _Cells:

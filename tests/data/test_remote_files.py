@@ -1,5 +1,6 @@
 """Remote files: fetched once for each version, whole for every process that asks at once."""
 
+import contextlib
 import http.server
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data import remote_files as module
-from mega_agentrl.data.remote_files import fetch_to_cache
+from mega_agentrl.data.remote_files import FetchLimits, fetch_to_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,3 +103,86 @@ def test_processes_that_fetch_a_file_at_once_read_it_whole(served, tmp_path):
     children = [subprocess.Popen(given, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
     assert all(child.communicate(timeout=300)[0] == content for child in children)
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+class Hostile(http.server.BaseHTTPRequestHandler):
+    """Serves `/endless` without a length, `/lying` with one that is too small, `/silent` never."""
+
+    protocol_version = "HTTP/1.1"
+    is_over = threading.Event()
+
+    def do_HEAD(self):
+        if self.path == "/silent":
+            self.is_over.wait(60)
+        self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        if self.path == "/large":
+            self.send_header("Content-Length", str(1 << 40))
+        self.end_headers()
+
+    def do_GET(self):
+        self.send_response(200)
+        if self.path == "/large":
+            self.send_header("Content-Length", str(1 << 40))
+        else:
+            self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        block = bytes(1 << 16)
+        with contextlib.suppress(OSError):
+            if self.path == "/drops":
+                self.wfile.write(b"1\r\n0\r\n")
+                self.is_over.wait(60)
+            while True:
+                self.wfile.write(f"{len(block):x}\r\n".encode() + block + b"\r\n")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hostile():
+    """The URL of a server that does not mean well."""
+    Hostile.is_over.clear()
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    Hostile.is_over.set()
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("name", ["endless", "large"])
+def test_a_file_of_somebody_else_is_refused_while_it_arrives(hostile, tmp_path, name):
+    with pytest.raises(ConfigError) as caught:
+        fetch_to_cache(
+            f"{hostile}/{name}", tmp_path, key="row 1", limits=FetchLimits(max_bytes=1 << 20)
+        )
+    assert (caught.value.key, caught.value.got) == ("row 1", f"{hostile}/{name}")
+    assert caught.value.expected == f"a file of at most {1 << 20} bytes"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["silent", "drops"])
+def test_a_file_of_somebody_else_has_to_arrive_in_time(hostile, tmp_path, name):
+    limits = FetchLimits(max_bytes=1 << 20, timeout_s=0.2)
+    with pytest.raises(ConfigError) as caught:
+        fetch_to_cache(f"{hostile}/{name}", tmp_path, key="row 1", limits=limits)
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_progress_is_bounded_too(memory, tmp_path, monkeypatch):
+    memory.pipe("/remote/a.png", bytes(100))
+    info = {"size": None, "name": "a", "type": "file"}
+    monkeypatch.setattr(type(memory), "info", lambda *_, **__: info)
+
+    def copies(_, path, target, **__):
+        Path(target).write_bytes(bytes(100))
+
+    monkeypatch.setattr(type(memory), "get_file", copies)
+    with pytest.raises(ConfigError) as caught:
+        fetch_to_cache(
+            "memory://remote/a.png", tmp_path, key="row 1", limits=FetchLimits(max_bytes=99)
+        )
+    assert caught.value.expected == "a file of at most 99 bytes"
+    assert list(tmp_path.iterdir()) == []
