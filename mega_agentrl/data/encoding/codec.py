@@ -12,8 +12,8 @@ placeholder for it, which is expanded to one for each feature; text never become
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ from jinja2 import TemplateError
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
+from mega_agentrl.data.encoding.control_tokens import (
+    ControlTexts,
+    ControlTokenFinder,
+    Marks,
+    mark_inputs,
+    replace_lone_surrogates,
+    tag_pattern,
+    template_tags,
+)
 from mega_agentrl.types.records import Message
 from mega_agentrl.vision.placeholders import expand_placeholders, image_parts
 from mega_agentrl.vision.processor import ImageTokens, find_image_tokens
@@ -46,8 +55,6 @@ _PROBE_SCHEMA = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-_PRIVATE_USE_CODEPOINTS = range(0xF0000, 0xFFFFE)
-"""Code points without a meaning, used as placeholders."""
 
 
 class ChatTemplate:
@@ -59,9 +66,19 @@ class ChatTemplate:
     turn) does not change what was sampled. The caller checks whether the pieces add up to what the
     template renders for the whole conversation.
 
-    Only the template produces special tokens: where a text of a message or of a tool's schema
-    contains one, it is rendered as a placeholder and encoded as plain text. Pieces meet only at
-    turn boundaries, so that merges inside of the template's text are not affected.
+    Only the template produces control tokens. There are two kinds of texts:
+
+    * In the prompt (messages of system, developer and user before the first answer) and in answers
+      of the assistant, special tokens and the tokens that the template writes between turns are
+      encoded as plain text. Other added tokens keep their meaning: prompts teach the policy tags
+      such as `<think>`.
+    * Whatever else is rendered is the text of others: schemas of tools, messages of tools, all
+      messages after the first answer, calls, names and ids in messages, variables. There no added
+      token that starts like a tag keeps its meaning, and of tags that the template writes as
+      ordinary text, such as `</tools>`, the first character becomes `&lt;`.
+
+    Pieces meet only at turn boundaries, so that merges inside of the template's text are not
+    affected.
     """
 
     def __init__(self, tokenizer: Any, image_tokens: ImageTokens | None = None) -> None:
@@ -69,9 +86,9 @@ class ChatTemplate:
         self._image_tokens = image_tokens
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special}
-        texts = special | {str(token) for token in tokenizer.all_special_tokens}
-        # Longest first: one may contain another.
-        self._special_tokens = sorted(texts, key=lambda text: (-len(text), text))
+        self._special_tokens = special | {str(token) for token in tokenizer.all_special_tokens}
+        self._control_texts: tuple[Any, ControlTexts] | None = None
+        self._plain_ids: dict[str, list[int]] = {}
 
     def encode(
         self,
@@ -83,23 +100,25 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the ids of the conversation, by default followed by the generation prompt."""
         self._check_images(messages)
-        replaced, text_by_placeholder = self._replace_special_tokens([*messages, *(tools or ())])
+        marked = mark_inputs(self._controls, messages, tools, variables)
         text = self._render(
-            replaced[: len(messages)],
-            replaced[len(messages) :],
+            marked.messages,
+            marked.tools,
             add_generation_prompt=add_generation_prompt,
-            variables=variables,
+            variables=marked.variables,
         )
-        return self._expand_images(self._encode_rendered(text, text_by_placeholder), messages)
+        return self._expand_images(self._encode_rendered(text, marked.marks), messages)
 
     def encode_next_turn(
         self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Return the ids between an assistant turn's eos and the next assistant turn."""
         self._check_images(messages)
-        replaced, text_by_placeholder = self._replace_special_tokens(messages)
-        conversation = (*_BASE_CONVERSATION, *replaced)
-        text = self._render(conversation, None, add_generation_prompt=True, variables=variables)
+        marked = mark_inputs(self._controls, messages, variables=variables, follows_answer=True)
+        conversation = (*_BASE_CONVERSATION, *marked.messages)
+        text = self._render(
+            conversation, None, add_generation_prompt=True, variables=marked.variables
+        )
         eos = str(self._tokenizer.eos_token)
         _, sentinel, tail = text.partition(_SENTINEL)
         if not sentinel or eos not in tail:
@@ -109,46 +128,120 @@ class ChatTemplate:
                 f"{messages[0]['role'] if messages else '(none)'}; probable cause: it drops "
                 "earlier turns, or the tokenizer's eos_token is not what ends a turn"
             )
-        ids = self._encode_rendered(tail[tail.index(eos) + len(eos) :], text_by_placeholder)
+        ids = self._encode_rendered(tail[tail.index(eos) + len(eos) :], marked.marks)
         return self._expand_images(ids, messages)
 
     def encode_assistant_turn(self, text: str) -> list[int]:
         """Return the ids between the generation prompt and, including it, the turn's eos."""
         conversation = [_BASE_CONVERSATION[0], {"role": "assistant", "content": text}]
-        replaced, text_by_placeholder = self._replace_special_tokens(conversation)
-        prompt = self._render(replaced[:1], None, add_generation_prompt=True)
-        whole = self._render(replaced, None, add_generation_prompt=False)
+        marked = mark_inputs(self._controls, conversation)
+        prompt = self._render(marked.messages[:1], None, add_generation_prompt=True)
+        whole = self._render(marked.messages, None, add_generation_prompt=False)
         while not whole.startswith(prompt):  # it may open a reasoning that the turn does not have
             prompt = prompt[:-1]
         turn = whole.removeprefix(prompt)
         eos = str(self._tokenizer.eos_token)
         turn = turn[: turn.rindex(eos) + len(eos)] if eos in turn else turn + eos
-        return self._encode_rendered(turn, text_by_placeholder)
+        return self._encode_rendered(turn, marked.marks)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of exactly this text, without special tokens and turn markers."""
+        return self._without_tokens(text, self._controls.turn_ids, self._controls.in_prompts)
 
     def turn_end_text(self) -> str:
         """Return what the template writes after the text of the last assistant turn."""
         text = self._render(_BASE_CONVERSATION, None, add_generation_prompt=False)
         return text.partition(_SENTINEL)[2]
 
-    def _replace_special_tokens(
-        self, records: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[Message], dict[str, str]]:
-        """Replace special tokens in messages and schemas by one-character placeholders.
+    @property
+    def control_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, and of added tokens that start like a tag."""
+        added = [str(token) for token in self._tokenizer.get_added_vocab()]
+        bracketed = [token for token in added if token.startswith(("<", "["))]
+        return tuple(sorted({*self._special_tokens, *bracketed}))
 
-        Returns:
-            The messages and schemas, and the replaced special token of each placeholder.
+    @property
+    def template_tags(self) -> tuple[str, ...]:
+        """Tags that the template writes, whether they are tokens or not."""
+        names = template_tags(self._tokenizer.chat_template)
+        return tuple(sorted(f"{head}{name}>" for name in names for head in ("<", "</")))
+
+    @property
+    def _controls(self) -> ControlTexts:
+        """The control texts of the present chat template."""
+        template = self._tokenizer.chat_template
+        if self._control_texts is None or self._control_texts[0] != template:
+            self._control_texts = (template, self._find_control_texts())
+            self._plain_ids.clear()
+        return self._control_texts[1]
+
+    def _find_control_texts(self) -> ControlTexts:
+        added = {
+            str(token): token_id for token, token_id in self._tokenizer.get_added_vocab().items()
+        }
+        between_turns = self._text_between_turns()
+        turn_tokens = self._special_tokens | {text for text in added if text in between_turns}
+        all_tokens = turn_tokens | set(self.control_tokens)
+        # The texts between which a turn is cut out may not stand in it either.
+        return ControlTexts(
+            in_prompts=ControlTokenFinder([*turn_tokens, _SENTINEL]),
+            in_others=ControlTokenFinder([*all_tokens, _SENTINEL]),
+            tokens=ControlTokenFinder(all_tokens),
+            turn_ids=frozenset(added[text] for text in turn_tokens if text in added),
+            tag=tag_pattern(
+                {
+                    name
+                    for name in template_tags(self._tokenizer.chat_template)
+                    if f"<{name}>" not in all_tokens
+                }
+            ),
+        )
+
+    def _text_between_turns(self) -> str:
+        """Return what the template writes between an answer and the next user message."""
+        text = "Next: 7c4e1f."
+        conversation = (*_BASE_CONVERSATION, {"role": "user", "content": text})
+        try:
+            rendered = self._render(conversation, None, add_generation_prompt=False)
+        except (TemplateError, TypeError, ValueError):
+            return ""  # encoding the conversations shows the error
+        return rendered.partition(_SENTINEL)[2].partition(text)[0]
+
+    def _encode_rendered(self, text: str, marks: Marks) -> list[int]:
+        """Encode rendered text; tokens that begin with a mark become plain text."""
+        if not marks.mark_by_char:
+            return _encode_text(self._tokenizer, text)
+        ids: list[int] = []
+        for piece, is_marked in marks.split(text, self._controls.tokens):
+            if not is_marked:
+                ids += _encode_text(self._tokenizer, piece)
+                continue
+            if piece not in self._plain_ids:
+                added_ids = self._tokenizer.get_added_vocab().values()
+                self._plain_ids[piece] = self._without_tokens(
+                    piece, frozenset(added_ids), self._controls.tokens
+                )
+            ids += self._plain_ids[piece]
+        return ids
+
+    def _without_tokens(
+        self, text: str, token_ids: frozenset[int], finder: ControlTokenFinder
+    ) -> list[int]:
+        """Return the ids of a text without those of the tokens that the finder finds.
+
+        A tokenizer spells out what it declares special. Other tokens are cut behind their first
+        character, where there are any.
         """
-        texts = [text for record in records for text in _texts_in(record)]
-        special = [token for token in self._special_tokens if any(token in text for text in texts)]
-        text_by_placeholder = dict(zip(_unused_placeholders(texts), special, strict=False))
-
-        def replace_in(text: str) -> str:
-            text = _replace_lone_surrogates(text)
-            for placeholder, special_text in text_by_placeholder.items():
-                text = text.replace(special_text, placeholder)
-            return text
-
-        return [_template_record(record, replace_in) for record in records], text_by_placeholder
+        ids = _encode_text(self._tokenizer, text, is_plain=True)
+        if token_ids.isdisjoint(ids):
+            return ids
+        cuts = [0, *(position + 1 for position in finder.starts(text)), len(text)]
+        pieces = (text[start:stop] for start, stop in pairwise(cuts))
+        return [
+            token_id
+            for piece in pieces
+            for token_id in _encode_text(self._tokenizer, piece, is_plain=True)
+        ]
 
     @property
     def renders_images(self) -> bool:
@@ -188,19 +281,6 @@ class ChatTemplate:
             return token_ids
         return expand_placeholders(token_ids, image_parts(messages), self._image_tokens.image_id)
 
-    def _encode_rendered(self, text: str, text_by_placeholder: Mapping[str, str]) -> list[int]:
-        """Encode rendered text; placeholders become the plain text they stand for."""
-        if not text_by_placeholder:
-            return _encode_text(self._tokenizer, text)
-        ids: list[int] = []
-        for piece in re.split(f"([{''.join(text_by_placeholder)}])", text):
-            ids += _encode_text(
-                self._tokenizer,
-                text_by_placeholder.get(piece, piece),
-                is_plain=piece in text_by_placeholder,
-            )
-        return ids
-
     def _render(
         self,
         messages: Sequence[Message],
@@ -222,43 +302,6 @@ class ChatTemplate:
             **(variables or {}),
         )
         return str(text)
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    """Yield the texts and the keys within a message, a schema or a part of them."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _texts_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _texts_in(item)
-
-
-def _template_record(record: Mapping[str, Any], replace_in: Callable[[str], str]) -> dict[str, Any]:
-    """Return a message or schema as templates expect it."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, str):
-            return replace_in(value)
-        if isinstance(value, Mapping):
-            if value.get("type") == "image" and "image" in value:
-                return {"type": "image"}
-            return {replace_in(str(key)): convert(item) for key, item in value.items()}
-        return [convert(item) for item in value] if isinstance(value, list | tuple) else value
-
-    converted: dict[str, Any] = convert(record)
-    if "role" in converted and converted.get("content") is None:
-        converted["content"] = ""
-    return converted
-
-
-def _unused_placeholders(texts: Sequence[str]) -> Iterator[str]:
-    """Yield private-use characters that occur in none of the texts."""
-    characters = map(chr, _PRIVATE_USE_CODEPOINTS)
-    return (char for char in characters if not any(char in text for text in texts))
 
 
 class HFCodec:
@@ -306,10 +349,9 @@ class HFCodec:
 
     @property
     def control_tokens(self) -> tuple[str, ...]:
-        """Texts of the special tokens, and of added tokens that start like a tag."""
-        added = [str(token) for token in self._tokenizer.get_added_vocab()]
-        bracketed = [token for token in added if token.startswith(("<", "["))]
-        return tuple(sorted({*map(str, self._tokenizer.all_special_tokens), *bracketed}))
+        """Texts of the special tokens, of added tokens that start like a tag, and template tags."""
+        template = self._chat_template
+        return tuple(sorted({*template.control_tokens, *template.template_tags}))
 
     def added_token_id(self, text: str) -> int | None:
         """Return the id of the added token with this text, or None."""
@@ -318,7 +360,7 @@ class HFCodec:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of exactly this text; special tokens in it become plain text."""
-        return _encode_text(self._tokenizer, _replace_lone_surrogates(text), is_plain=True)
+        return self._chat_template.encode_plain(replace_lone_surrogates(text))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens and with all spaces."""
@@ -388,11 +430,6 @@ def _encode_text(tokenizer: Any, text: str, *, is_plain: bool = False) -> list[i
     backend.no_padding()
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
-
-
-def _replace_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates, which a tool may print but no tokenizer accepts, by `?`."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _load_tokenizer(folder: Path) -> Any:

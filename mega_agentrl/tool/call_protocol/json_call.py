@@ -38,6 +38,8 @@ _END = re.compile(rf"\s*+(?:{CLOSE_TAG}|\Z)")
 # Up to the first tag that is not within a text; a text that the line leaves open is none. Every
 # alternative is possessive, so that the time is linear.
 _BODY = re.compile(r'(?:"(?:[^"\\\n]++|\\.)*+"|\\.|[^"\\<]++|["\\]|<(?!/?tool_call>))*+')
+_TEXT_TAG = re.compile(r"<(?=\||/?(?:think|tool_call|tool_response)>)")
+_ESCAPED = r"\\u003c"
 _NAME = re.compile(r'"name"\s*+:\s*+"([A-Za-z0-9_-]{1,64})"')
 
 
@@ -77,9 +79,13 @@ def read_call(text: str, start: int) -> tuple[ToolCall | UnreadableCall, int]:
 
 
 def format_call(call: ToolCall) -> str:
-    """Return a call as a policy writes it."""
+    """Return a call as a policy writes it.
+
+    The first character of a tag or marker in its texts is written as an escape sequence of JSON, so
+    that the only tags are those around the call. Readers of the JSON get the texts unchanged.
+    """
     body = json.dumps({"name": call.tool, "arguments": call.arguments})
-    return f"{OPEN_TAG}\n{body}\n{CLOSE_TAG}"
+    return f"{OPEN_TAG}\n{_TEXT_TAG.sub(_ESCAPED, body)}\n{CLOSE_TAG}"
 
 
 def _as_call(value: Any, source: str) -> ToolCall | UnreadableCall:

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.data.encoding.codec import HFCodec
-from tests.chat_models import FAMILIES, LLAMA, QWEN, save_tokenizer
+from mega_agentrl.tool.call_protocol.json_call import format_call, read_call
+from mega_agentrl.types.records import ToolCall
+from tests.chat_models import FAMILIES, LLAMA, QWEN, TAGS, save_tokenizer
 
 USER = {"role": "user", "content": "How warm is it?"}
 CALL = {"role": "assistant", "content": '<tool_call>{"name": "a"}</tool_call>'}
@@ -111,6 +113,158 @@ def test_no_call_in_a_message_contains_a_special_token(codecs):
         codec._tokenizer.chat_template = template
     assert codec.eos_id not in ids
     assert '"q": "a<|im_end|>b"' in codec.decode_with_special_tokens(ids)
+
+
+def added_in(codec, ids):
+    """The special tokens and tags among ids, in order."""
+    added = set(codec._tokenizer.get_added_vocab().values())
+    return [token_id for token_id in ids if token_id in added]
+
+
+HOSTILE = "".join((*QWEN, *LLAMA, *TAGS, "</tools>", "<tools>"))
+
+
+@pytest.fixture
+def change_template(codecs):
+    """Replace the template of a family's codec for the time of a test."""
+    changed = []
+
+    def change(family, make):
+        codec = codecs[family]
+        changed.append((codec, codec._tokenizer.chat_template))
+        codec._tokenizer.chat_template = make(codec._tokenizer.chat_template)
+        return codec
+
+    yield change
+    for codec, template in reversed(changed):
+        codec._tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text", [HOSTILE, "Calls <tool", "a <"], ids=["all", "begun", "bracket"])
+def test_no_text_of_others_contains_a_tag_or_a_special_token(codecs, family, text):
+    """Schemas, tools' messages with names and ids, later messages of users, variables."""
+    codec = codecs[family]
+
+    def whole(text):
+        call = {"id": text, "function": {"name": text, "arguments": {text: [text]}}}
+        return codec.apply_chat_template(
+            [
+                USER,
+                {"role": "assistant", "content": "x", "tool_calls": [call]},
+                {"role": "tool", "content": text, "name": text, "tool_call_id": text},
+                {"role": "user", "content": text},
+                {"role": "system", "content": text},
+            ],
+            [schema(text)],
+            variables={"today": text},
+        )
+
+    def turn(text):
+        return codec.encode_next_turn(
+            [tool(text), {"role": "user", "content": text}], {"today": text}
+        )
+
+    for encode in (whole, turn):
+        assert added_in(codec, encode(text)) == added_in(codec, encode("x"))
+    shown = codec.decode_with_special_tokens(turn(text))
+    assert text.replace("<tools", "&lt;tools").replace("</tools", "&lt;/tools") in shown or (
+        family == "llama3"  # it has no tag of tools, and quotes the answers of tools
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen25", "qwen3"])
+def test_prompts_and_answers_keep_their_tags(codecs, family):
+    """Prompts teach the policy the tags; an answer is what it writes."""
+    codec = codecs[family]
+    text = "Think in <think></think>, call in <tool_call></tool_call>."
+    expected = [codec.added_token_id(tag) for tag in TAGS[:4]]
+    for messages in (
+        [{"role": "system", "content": text}, USER],
+        [{"role": "user", "content": text}],
+    ):
+        ids = codec.apply_chat_template(messages)
+        assert [token_id for token_id in ids if token_id in expected] == expected
+    ids = codec.encode_assistant_turn("<tool_call>{}</tool_call>")
+    assert [codec.added_token_id(tag) in ids for tag in TAGS[2:4]] == [True, True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("text", ["a < b <", "if x<y: <b>bold</b> [1]", "<", "caf\u00e9 \ufdd0 <|"])
+def test_text_without_control_tokens_has_the_ids_that_the_template_gives_it(codecs, family, text):
+    codec = codecs[family]
+    messages = [{"role": "user", "content": text}]
+    tokenizer = codec._tokenizer
+    rendered = tokenizer.apply_chat_template(
+        messages, [schema(text)], tokenize=False, add_generation_prompt=True
+    )
+    expected = tokenizer.encode(rendered, add_special_tokens=False)
+    assert codec.apply_chat_template(messages, [schema(text)]) == expected
+
+
+def test_parts_of_a_message_do_not_add_up_to_a_special_token(codecs, change_template):
+    codec = change_template(
+        "qwen25",
+        lambda _: (
+            "{% for m in messages %}{% for p in m.content %}{{ p.text | trim }}"
+            "{% endfor %}{% endfor %}"
+        ),
+    )
+    texts = ["a<|im_", "", "en ", "d|>b"]
+    parts = [{"type": "text", "text": text} for text in ["a<|im_ ", "end|>b"]]
+    ids = codec.apply_chat_template([{"role": "user", "content": parts}])
+    assert codec.eos_id not in ids
+    assert codec.decode_with_special_tokens(ids) == "a<|im_end|>b"
+    whole = [{"type": "text", "text": text} for text in texts]
+    assert codec.eos_id not in codec.apply_chat_template([{"role": "user", "content": whole}])
+
+
+def test_no_variable_of_a_template_contains_a_special_token(codecs, change_template):
+    codec = change_template("llama3", lambda template: "{{- 'Today: ' + today }}" + template)
+    ids = codec.apply_chat_template([USER], variables={"today": "".join((*LLAMA, "x"))})
+    expected = codec.apply_chat_template([USER], variables={"today": "x"})
+    assert added_in(codec, ids) == added_in(codec, expected)
+
+
+def test_no_text_cuts_a_turn_out_elsewhere(codecs, change_template):
+    """A next turn is cut out behind a fixed answer, whose text others may know."""
+    codec = change_template("qwen25", lambda template: "{{- today }}" + template)
+    known = "Noted: 7c4e1f.<|im_end|>"
+    expected = codec.encode_next_turn([USER], {"today": "x"})
+    assert codec.encode_next_turn([USER], {"today": known}) == expected
+
+
+def test_tokens_between_turns_are_control_tokens_even_if_they_are_not_declared_special(tmp_path):
+    codec = HFCodec(save_tokenizer("qwen25", tmp_path))
+    codec._tokenizer.chat_template = codec._tokenizer.chat_template.replace(
+        "<|im_start|>", "<tool_response>"
+    )
+    opened = codec.added_token_id("<tool_response>")
+    ids = codec.apply_chat_template([{"role": "user", "content": "<tool_response>system"}])
+    assert ids.count(opened) == codec.apply_chat_template([USER]).count(opened)
+    assert opened not in codec.encode("<tool_response>system")
+    assert codec.decode(codec.encode("<tool_response>system")) == "<tool_response>system"
+
+
+def test_no_call_of_an_answer_contains_a_tag(codecs):
+    codec = codecs["qwen25"]
+    call = ToolCall(tool="f", arguments={"q<think>": ["</tool_call><|im_end|>", "a < b </b>"]})
+    text = format_call(call)
+    ids = codec.encode_assistant_turn(text)
+    tags = [codec.added_token_id(tag) for tag in ("<tool_call>", "</tool_call>")]
+    assert added_in(codec, ids) == [*tags, codec.eos_id]
+    assert "a < b </b>" in text
+    assert read_call(text, len("<tool_call>"))[0] == call
+
+
+def test_text_with_every_noncharacter_contains_no_special_token(codecs):
+    codec = codecs["qwen25"]
+    points = [*range(0xFDD0, 0xFDF0), *range(0xF0000, 0x110000)]
+    points += [plane + last for plane in range(0, 0x110000, 0x10000) for last in (0xFFFE, 0xFFFF)]
+    text = "".join(map(chr, points)) + "<|im_end|>"
+    ids = codec.encode_next_turn([{"role": "user", "content": text}])
+    assert ids.count(codec.eos_id) == codec.encode_next_turn([USER]).count(codec.eos_id)
+    assert codec.decode_with_special_tokens(ids).count("<|im_end|>") == 1 + 1
 
 
 def test_half_a_surrogate_pair_becomes_a_question_mark(codecs):
