@@ -100,8 +100,10 @@ def pytest_configure_node(node):
         node.workerinput["lane"] = int(node.gateway.id.removeprefix("gw"))
 
 
-def pytest_collection_finish():
-    """Look for garbage again, but not among what collecting has left."""
+def pytest_collection_finish(session):
+    """Look for garbage again, but not among what collecting has left; see `parallel.pool`."""
+    if not any("rank_pool" in getattr(item, "fixturenames", ()) for item in session.items):
+        os.environ["TESTS_WITHOUT_RANK_POOL"] = "1"
     gc.freeze()
     gc.enable()
 

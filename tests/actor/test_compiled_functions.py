@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.model.layer_spec import rms_norm
-from tests.actor.circles import mark_extended
 
 LENGTHS = (5, 17, 40)
 """Tokens of the micro-batches."""
@@ -67,7 +66,8 @@ def check(compiled, plain, make_inputs, dtype, target, **tolerance):
 
 
 @pytest.mark.skipif(device.has_cuda(), reason="a GPU compiles them for itself")
-@pytest.mark.parametrize("case", mark_extended([norm, rope], quick=[norm]))
+@pytest.mark.extended
+@pytest.mark.parametrize("case", [norm, rope])
 def test_graphs_compute_the_same_and_fit_every_length(case):
     plain, make_inputs = case()
     assert not device.is_compiled(plain.func), "CPUs compute without the compiler"

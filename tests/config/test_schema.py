@@ -54,6 +54,7 @@ def attributes_read() -> set[str]:
     return names.union(*(fields for name, fields in properties.items() if name in names))
 
 
+@pytest.mark.extended
 def test_every_leaf_is_read_outside_config():
     read = attributes_read()
     unread = [key for key in known_keys() if key.rsplit(".", maxsplit=1)[-1] not in read]

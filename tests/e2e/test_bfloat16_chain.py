@@ -2,7 +2,8 @@
 
 Ray starts two data-parallel policy ranks, which share the float32 master weights of a mixture of
 experts between them, and a vLLM engine. Weights go from the one to the other as in a run, with
-digests and the probe. `tests.bfloat16` says how far both may lie apart.
+digests and the probe, which `tests/actor/test_weight_probe` has alone. `tests.bfloat16` says how
+far both may lie apart.
 """
 
 from __future__ import annotations
@@ -23,21 +24,12 @@ from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
-from mega_agentrl.reshard.verify.weight_probe import check_probe, probe_prompt
+from mega_agentrl.reshard.verify.weight_probe import probe_prompt
 from mega_agentrl.types.records import GenerateRequest
 from tests.bfloat16 import exact_logits, exact_scores, explained_difference, median_gap
-from tests.e2e.wrong_mappings import (
-    WRONG_MAPPINGS,
-    engine_log_probs,
-    load_engine,
-    with_wrong_mapping,
-)
 from tests.generator.tiny_model import write_tokenizer
-from tests.parallel.policy_jobs import run_calls
 from tests.tiny_models import SIZES, make_tiny_model
 from tests.train_batches import batch_of_generations
-
-pytestmark = pytest.mark.extended
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,44 +210,3 @@ def test_steps_below_the_resolution_add_up_in_the_masters_and_arrive(chain, tmp_
     after = chain.ask_engine("compute_prompt_log_probs", PROMPT)
     assert median_gap(after, exact_scores(trained, PROMPT)[0]) < bound
     assert median_gap(after, before) > 3 * bound
-
-
-@pytest.fixture
-def one_thread():
-    """Let torch use one thread, which is faster for tiny models."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize("num_models", [3, pytest.param(100, marks=pytest.mark.slow(120))])
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_probe_refuses_wrong_mappings_and_no_right_ones(
-    family, num_models, rank_pool, one_thread, tmp_path
-):
-    """The engine is transformers, which rounds elsewhere than Megatron and so routes otherwise."""
-    folders = [make_tiny_model(family, tmp_path / f"{n}", seed=n) for n in range(num_models)]
-    config = TrainConfig(model=ModelConfig(path=str(folders[0]), dtype=Dtype.bfloat16))
-    calls = [
-        call
-        for folder in folders
-        for call in (("load_hf", str(folder)), ("compute_prompt_log_probs", PROMPT))
-    ]
-    ((_, *answers),) = rank_pool.run(run_calls, 1, config, calls)
-    wrong_mappings = dict(WRONG_MAPPINGS)
-    if family == "qwen3":
-        del wrong_mappings["experts"]
-    largest = []
-    for folder, policy_logps in zip(folders, answers[::2], strict=True):
-        engine = load_engine(folder)
-        right = engine_log_probs(engine, PROMPT)
-        check_probe("engine", policy_logps, right, "bfloat16")
-        largest.append(np.abs(np.subtract(policy_logps, right)).max())
-        for name, wrong_mapping in wrong_mappings.items():
-            wrong = engine_log_probs(with_wrong_mapping(engine, wrong_mapping), PROMPT)
-            with pytest.raises(ValueError):
-                check_probe("engine", policy_logps, wrong, "bfloat16")
-                pytest.fail(f"{folder}: {name}")
-    if family == "qwen3_moe" and num_models > 10:
-        assert max(largest) > 0.5, "no token of any model went to another expert"

@@ -145,7 +145,7 @@ def test_rewards_of_harmless_pages(codec, end):
 @pytest.mark.parametrize("rule", ["arpo", "arpo_released"])
 @pytest.mark.parametrize("end", ENDS)
 @given(page=PAGES, fails=st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_the_text_of_a_page_changes_neither_reward_nor_masks_nor_turns(
     codec, end, rule, page, fails
 ):

@@ -113,5 +113,8 @@ GRID = [
 ]
 COVER = pairwise(GRID)
 QUICK = without_redundant(COVER)
-EACH_ONCE = [cell for number, cell in enumerate(GRID) if number % 3 == number // 3 % 3]
-"""Each cut of each model once, with the ways to recompute in turn; `recompute` is the last axis."""
+EACH_ONCE = [cell for number, cell in enumerate(GRID) if number % 6 == number // 6 % 6]
+"""Each cut of each model once, with both optimizers and the ways to recompute in turn.
+
+These are the last two axes, with six combinations.
+"""

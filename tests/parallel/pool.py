@@ -45,6 +45,8 @@ LIBRARIES = [
 ]
 ACTOR = ["mega_agentrl.actor.policy", "mega_agentrl.actor.critic"]
 """Modules that the server imports once (5 s); a fork then takes milliseconds."""
+NO_POOL = "TESTS_WITHOUT_RANK_POOL"
+"""Variable that `tests/conftest.py` sets where no collected test uses the pool."""
 
 
 class RankError(RuntimeError):
@@ -159,12 +161,12 @@ def fork_server() -> ForkServerContext:
     """Return the context to start rank processes with; a test run has one server.
 
     They are not forked from the tests' own process: that has threads.
-    On a machine with a GPU the actor is imported by each rank instead: a fork of a process
-    that has touched the device cannot use it.
+    The actor is imported by each rank instead where no test of the run uses a `RankPool`, and on a
+    machine with a GPU: a fork of a process that has touched the device cannot use it.
     """
     context = multiprocessing.get_context("forkserver")
-    has_gpu = Path("/dev/nvidiactl").exists()
-    context.set_forkserver_preload(LIBRARIES if has_gpu else LIBRARIES + ACTOR)
+    by_ranks = NO_POOL in os.environ or Path("/dev/nvidiactl").exists()
+    context.set_forkserver_preload(LIBRARIES if by_ranks else LIBRARIES + ACTOR)
     return context
 
 

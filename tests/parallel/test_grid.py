@@ -26,7 +26,7 @@ CELLS = [
         pytest.param(cell, id=name_of(cell), marks=() if cell in QUICK else pytest.mark.extended)
         for cell in COVER
     ),
-    *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow) for cell in REST),
+    *(pytest.param(cell, id=name_of(cell), marks=pytest.mark.slow(0.8)) for cell in REST),
 ]
 every_layout = pytest.mark.parametrize("cell", CELLS, scope="session")
 
@@ -113,8 +113,13 @@ def test_the_cut_into_micro_batches_leaves_the_gradient(cell, grid):
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=() if model in ("llama", "qwen3_moe") else pytest.mark.slow)
-        for model in MODELS
+        pytest.param("llama", marks=pytest.mark.extended),
+        "qwen3_moe",
+        *(
+            pytest.param(model, marks=pytest.mark.slow(4))
+            for model in MODELS
+            if model not in ("llama", "qwen3_moe")
+        ),
     ],
 )
 def test_data_ranks_do_not_change_the_gradient(model, distributed_optimizer, grid):

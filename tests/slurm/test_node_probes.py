@@ -88,6 +88,7 @@ def test_gloo_connects_nodes_on_the_interface_of_their_address(monkeypatch):
     assert found == [Finding("lo", OK)] * 2
 
 
+@pytest.mark.extended
 def test_wrong_interface_of_gloo_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such0")
     found = node_probes.check_gloo({"n1": ("127.0.0.1", 0, find_port_pair(11))}, "n1")

@@ -55,6 +55,7 @@ async def test_code_runs_as_in_the_released_tool(tool, row):
         assert answer.status is (ToolStatus.user_error if failed else ToolStatus.ok)
 
 
+@pytest.mark.extended
 async def test_long_and_deep_code_is_an_error_not_a_crash(tool):
     for code in ("(" * 5000 + ")" * 5000, "-" * 20000 + "1", "a\0b", "\ud800", "x = 1\n" * 50000):
         answer = await tool.execute(None, {"code": code}, {})

@@ -136,7 +136,7 @@ def merged(ranks):
     "resumed",
     mark_extended(
         [name for name, (model, _, saved) in JOBS.items() if saved and model != "bf16"],
-        quick=["dense on TP2", "moe DP2-EP2 on one", "tied TP2-PP2 on one"],
+        quick=["moe DP2-EP2 on one", "tied TP2-PP2 on one"],
     ),
 )
 def test_a_run_continues_exactly_under_another_layout(resumed, runs):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -21,6 +23,9 @@ ALGOS |= {
     for name in ESTIMATORS.registered()
     if name not in {algo.advantage for algo in ALGOS.values()}
 }
+QUICK = ("grpo", "ppo", "gspo", "aepo", "ares", "fork_credit")
+"""Group, critic, sequence ratio, entropy, stepwise and tree advantages."""
+EXTENDED = tuple(name for name in ALGOS if name not in QUICK)
 REWARDS = (1.0, 0.0, 0.0, 0.0)
 
 
@@ -61,17 +66,28 @@ def groups():
 
 @pytest.fixture(scope="module")
 def learned(rank_pool, train_config, checkpoints, groups):
-    """Return the change of each token's log-prob, [B, T], by preset or estimator."""
+    """Return a function to the change of each token's log-prob, [B, T], by preset or estimator.
+
+    The first call of a circle computes those of all its algorithms.
+    """
     config = train_config(checkpoints[True])
-    (found,) = rank_pool.run(learn, 1, config, groups, list(ALGOS.values()), ((OPEN,), (CLOSE,)))
-    return {name: after - before for name, (before, after) in zip(ALGOS, found, strict=True)}
+
+    @cache
+    def changes(names):
+        algos = [ALGOS[name] for name in names]
+        (found,) = rank_pool.run(learn, 1, config, groups, algos, ((OPEN,), (CLOSE,)))
+        return {name: after - before for name, (before, after) in zip(names, found, strict=True)}
+
+    return lambda name: changes(QUICK if name in QUICK else EXTENDED)[name]
 
 
-@pytest.mark.parametrize("name", ALGOS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.extended) for n in EXTENDED)]
+)
 def test_the_rewarded_answer_becomes_more_probable(name, learned, groups):
     own_BT = groups.mask_BT.clone()
     own_BT[:, :5] = False  # the turn that an answer does not share
-    change_BT = learned[name]
+    change_BT = learned(name)
     for first in (0, len(REWARDS)):
         changes = [
             float(change_BT[row][own_BT[row]].mean()) for row in range(first, first + len(REWARDS))

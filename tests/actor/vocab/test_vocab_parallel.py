@@ -39,7 +39,13 @@ def test_two_tensor_ranks(rank_pool):
     assert first == second == list(RANK_CHECKS)
 
 
-@pytest.mark.parametrize("scope", ["exchanges", pytest.param("all", marks=pytest.mark.slow(10))])
+@pytest.mark.parametrize(
+    "scope",
+    [
+        pytest.param("exchanges", marks=pytest.mark.extended),
+        pytest.param("all", marks=pytest.mark.slow(10)),
+    ],
+)
 def test_two_tensor_ranks_with_triton(scope):
     """The interpreter is chosen before the kernels are imported: in a process of its own."""
     script = str(ROOT / "tests/actor/vocab/vocab_rank.py")

@@ -148,7 +148,12 @@ SMALL_VOCABULARY = {"vocab_size": 1024}
         ("qwen3-4b", SMALL_VOCABULARY, {"tensor": 2, "data": 4}, 1),
         ("qwen3-32b", SMALL_VOCABULARY, {"tensor": 8, "pipeline": 2}, 8),
         ("qwen3-30b-a3b", {}, {"tensor": 4, "data": 2, "expert": 8}, 4),
-        ("deepseek-v3-sized", {}, {"tensor": 8, "pipeline": 2, "data": 2, "expert": 16}, 16),
+        pytest.param(
+            *("deepseek-v3-sized", {}),
+            {"tensor": 8, "pipeline": 2, "data": 2, "expert": 16},
+            16,
+            marks=pytest.mark.extended,
+        ),
     ],
     ids=["embedding", "dense-layer", "dense-many-ranks", "experts", "experts-over-machines"],
 )

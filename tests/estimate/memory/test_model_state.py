@@ -40,9 +40,14 @@ CASES = [
     ("moe", "bfloat16", {"data": 4, "expert": 2, "expert_tensor": 1}),
     ("moe", "float32", {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert_tensor": 2}),
 ]
+QUICK = [CASES[number] for number in (0, 1, 4, 6, 7)]
+"""A case for each axis, both dtypes, experts, and either optimizer."""
 
 
-@pytest.mark.parametrize(("name", "dtype", "cut"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "cut"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.extended) for case in CASES],
+)
 def test_the_estimate_is_what_the_actor_allocates(name, dtype, cut, folders, rank_pool):
     layout = ParallelConfig(**cut)
     shape = ModelShape.from_folder(folders(name))

@@ -110,6 +110,7 @@ def test_the_micro_batch_is_the_largest_that_fits():
     assert policy_peak_gib(more, released(QWEN32), DeviceSpec()) > DeviceSpec().usable_bytes / GIB
 
 
+@pytest.mark.extended
 def test_experts_go_over_more_ranks():
     config = configured(tokens=4096, response=2048, data=8)
     config.parallel = ParallelConfig(

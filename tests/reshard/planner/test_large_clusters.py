@@ -23,8 +23,14 @@ SHAPE = make_moe_shape(num_layers=16, num_experts=32, ffn_hidden_size=256, **WID
     ("trainer", "engine", "engines", "per_node"),
     [
         # Every rank of an engine needs a part of each expert: 4 stages of 32 senders.
-        ({"tensor": 4, "pipeline": 4, "data": 16, "expert": 32}, 8, 8, 2),
-        ({"tensor": 4, "pipeline": 4, "data": 8, "expert": 32}, 8, 8, 8),
+        pytest.param(
+            *({"tensor": 4, "pipeline": 4, "data": 16, "expert": 32}, 8, 8, 2),
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            *({"tensor": 4, "pipeline": 4, "data": 8, "expert": 32}, 8, 8, 8),
+            marks=pytest.mark.extended,
+        ),
         ({"tensor": 4, "pipeline": 2, "data": 16, "expert": 32}, 4, 8, 4),
     ],
     ids=["engine-on-four-machines", "one-replica", "two-stages"],

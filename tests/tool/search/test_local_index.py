@@ -259,6 +259,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.extended
 def test_memory_does_not_hold_the_corpus(tmp_path):
     corpus = tmp_path / "big.jsonl"
     filler = "lorem ipsum dolor " * 600
