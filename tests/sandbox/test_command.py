@@ -131,6 +131,42 @@ async def test_connections_to_a_forwarded_port_are_independent(tmp_path):
         assert process.stderr_tail() == ""
 
 
+async def test_forwarded_connections_that_are_open_at_once_are_at_most_128(tmp_path):
+    num_open, peak = 0, 0
+
+    async def answer(reader, writer):
+        nonlocal num_open, peak
+        num_open += 1
+        peak = max(peak, num_open)
+        writer.write(b"open\n")
+        await reader.read()
+        writer.close()
+        num_open -= 1
+
+    path = tmp_path / "server"
+    server = await asyncio.start_unix_server(answer, path)
+    path.chmod(0o666)
+    code = """if True:
+        import socket
+        def ask():
+            connection = socket.create_connection(("127.0.0.1", 8080))
+            try:
+                return connection, connection.recv(9)
+            except ConnectionError:
+                return connection, b""
+        asked = [ask() for _ in range(140)]
+        print(sum(answer == b"open\\n" for _, answer in asked), flush=True)
+        for connection, _ in asked:
+            connection.close()
+        while not ask()[1]:
+            pass
+        print("again")"""
+    async with server, running(*python(code), forwarded_ports={8080: path}) as process:
+        assert await process.stdout.read() == b"128\nagain\n", process.stderr_tail()
+        await process.wait()
+    assert peak == 128
+
+
 async def test_a_socket_that_the_sandbox_may_not_use_is_named(tmp_path):
     path = tmp_path / "server"
     server = await asyncio.start_unix_server(lambda reader, writer: writer.close(), path)

@@ -8,7 +8,7 @@ plus the number of the signal that ended it, as a shell does.
 
 For each forwarded port it listens on 127.0.0.1 and copies each connection's bytes, in both
 directions, to and from a new connection to the socket. Every byte is passed on as soon as it is
-read, and a side that is closed is closed on the other side.
+read, and a side that is closed is closed on the other side. The number of connections is bounded.
 
 Each sandbox pays for its imports, so that `subprocess` and `dataclasses`, which take as long as the
 rest of the start, are not among them.
@@ -41,6 +41,9 @@ EXIT_NOT_STARTED = 127
 _MIB = 1 << 20
 _CHUNK_BYTES = 1 << 16
 _NUM_OPEN_FILES = 4096
+_MAX_CONNECTIONS = 128
+"""Forwarded connections that may be open at once; further ones are closed. Each takes a descriptor
+of the process that serves the socket. The gateway runs at most 64 requests of a session at once."""
 _BACKLOG = 128
 
 
@@ -172,6 +175,9 @@ async def _serve_ports(listeners: Sequence[socket.socket], pid: int) -> int:
         path = f"{SOCKET_FOLDER}/{listener.getsockname()[1]}"
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(connections) >= _MAX_CONNECTIONS:
+                writer.transport.abort()
+                return
             task = asyncio.ensure_future(_forward(reader, writer, path))
             connections.add(task)
             task.add_done_callback(connections.discard)
