@@ -38,8 +38,12 @@ if TYPE_CHECKING:
 IMAGES = "images"
 """Name of the tool in the outcome of an image that cannot be loaded."""
 
-_NUM_THREADS = 4
 _MIB = 2**20
+MAX_TRAJECTORY_BYTES = 256 * _MIB
+"""Largest size of the image files that the tools of a trajectory answer with, which it holds until
+it is trained on: 80 screenshots of 3 MiB."""
+
+_NUM_THREADS = 4
 
 
 class RolloutImages:
@@ -175,15 +179,17 @@ class RolloutImages:
 
     def _submit(self, image: ImageInput) -> Future[ImageInput]:
         """Return the image with its pixels, as a future that a thread fulfils."""
+        image_id = image.image_id
         with self._lock:
-            future = self._loaded.get(image.image_id)
+            future = self._loaded.get(image_id)
             if future is not None:
-                self._loaded.move_to_end(image.image_id)
+                self._loaded.move_to_end(image_id)
                 return future
             is_large = image.width * image.height > LARGE_PIXELS
             threads = self._large_thread if is_large else self._threads
-            future = self._loaded[image.image_id] = threads.submit(self._decode, image)
-        future.add_done_callback(lambda done: self._account(image.image_id, done))
+            future = self._loaded[image_id] = threads.submit(self._decode, image)
+        # The future outlives the record, which the callback must not hold.
+        future.add_done_callback(lambda done: self._account(image_id, done))
         return future
 
     def _account(self, image_id: str, future: Future[ImageInput]) -> None:
@@ -223,16 +229,34 @@ class RolloutImages:
 
 
 async def check_answers(
-    images: ImageLoader | None, outcomes: Sequence[ToolOutcome]
+    images: ImageLoader | None,
+    outcomes: Sequence[ToolOutcome],
+    shown: Sequence[PlacedImage] = (),
 ) -> list[ToolOutcome]:
     """Return outcomes with errors in place of those whose images cannot be shown.
 
     Args:
         images: The images of the run; None for a model of text, which sees none.
         outcomes: The outcomes of the calls of one turn.
+        shown: Earlier images of the trajectory's tools, with which it holds at most
+            `MAX_TRAJECTORY_BYTES`.
     """
     if images is not None:
-        return [await images.check_answer(outcome) for outcome in outcomes]
+        held, checked = sum(len(placed.image.data) for placed in shown), []
+        for outcome in outcomes:
+            size = sum(
+                len(image if isinstance(image, bytes) else image.data) for image in outcome.images
+            )
+            if outcome.images and held + size > MAX_TRAJECTORY_BYTES:
+                most = MAX_TRAJECTORY_BYTES // _MIB
+                text = (
+                    f"The images of a conversation may have {most} MiB; with this they have more."
+                )
+                checked.append(_error(outcome, ToolStatus.user_error, text))
+                continue
+            held += size
+            checked.append(await images.check_answer(outcome))
+        return checked
     text = "the answer has images, expected text: model.path has no vision tower"
     return [
         _error(outcome, ToolStatus.infra_error, text) if outcome.images else outcome

@@ -419,7 +419,8 @@ class TrajectoryRunner:
         permitted = calls[: config.max_tool_calls - self._num_calls]
         self._num_calls += len(permitted)
         outcomes = await run_tool_calls(session, permitted, self._spans)
-        outcomes = await check_answers(self._context.images, outcomes)
+        shown = self._token_buffer.images
+        outcomes = await check_answers(self._context.images, outcomes, shown)
         outcomes += [
             call_limit_outcome(call, config.max_tool_calls) for call in calls[len(permitted) :]
         ]
@@ -427,11 +428,10 @@ class TrajectoryRunner:
         if failed or (stops_on_invalid and any(outcome.is_invalid_call for outcome in outcomes)):
             writer.write_hidden_outcomes(outcomes)
             return StopReason.tool_failure if failed else StopReason.invalid_call
-        num_images = len(self._token_buffer.images)
         if not writer.write_tool_answers(outcomes, ended=finish is FinishReason.eos):
             return StopReason.length
-        if shown := self._token_buffer.images[num_images:]:
-            session.show_images([placed.image for placed in shown])
+        if new := self._token_buffer.images[len(shown) :]:
+            session.show_images([placed.image for placed in new])
         return None
 
     async def _get_user_reply(self, user: InteractionSession) -> StopReason | None:

@@ -41,6 +41,9 @@ _SEGMENTS_PER_FRAME = 4
 _MIN_PNG_PIECE, _MIN_GIF_PIECE = 1024, 64
 """Least average number of bytes in a piece of pixels, beside `MAX_SEGMENTS` smaller ones. PNG files
 have pieces of 8 KiB and more, GIF files of 255 bytes."""
+_MAX_JPEG_TABLES = 1 << 16
+"""Largest size of the tables and frame headers before the pixels of a JPEG file, which Pillow goes
+through entry by entry; a file has some 600 bytes of them."""
 _DEFAULT_FRAME_MS = 100.0
 """Duration of a frame without one, as browsers show it."""
 _FIRST_WINDOW, _LAST_WINDOW = 4096, 1 << 20
@@ -164,7 +167,8 @@ def _png_metadata_size(name: bytes, body: memoryview) -> int:
 
 
 def _walk_jpeg(data: bytes, container: Container) -> None:
-    position, exif = 2, []
+    position, num_table_bytes = 2, 0
+    exif: list[bytes] = []
     container.num_scans = 0
     while position + 1 < len(data):
         first, marker = data[position : position + 2]
@@ -179,6 +183,12 @@ def _walk_jpeg(data: bytes, container: Container) -> None:
                 exif.append(body[6:])
             elif marker == _APP2 and body.startswith(b"MPF\0"):
                 check_exif(body[4:])
+            elif marker == _APP13:
+                container.num_segments += body.count(b"8BIM")  # each begins a block of Photoshop
+            elif not container.num_scans and marker <= _LAST_TABLE and marker != _SOS:
+                num_table_bytes += length
+                if num_table_bytes > _MAX_JPEG_TABLES:
+                    raise ValueError(f"more than {_MAX_JPEG_TABLES} bytes of tables and frames")
             container.num_scans += marker == _SOS
         elif container.num_scans and marker != _TEM:
             break  # the end, or what a decoder stops at
@@ -269,7 +279,7 @@ def _walk_bmp(data: bytes, container: Container) -> None:
     container.add_segment(max(start_of_pixels, header_size))
 
 
-_TEM, _APP1, _APP2, _SOS = 0x01, 0xE1, 0xE2, 0xDA
+_TEM, _SOS, _LAST_TABLE, _APP1, _APP2, _APP13 = 0x01, 0xDA, 0xDF, 0xE1, 0xE2, 0xED
 _LONE_MARKERS = frozenset((0x00, *range(0xD0, 0xDA)))
 """Bytes behind 0xFF in JPEG files that no length follows: escaped data, restarts, start and end."""
 _SEGMENT_MARKERS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xF0), 0xFE)) - {0xC8}

@@ -112,6 +112,11 @@ BOMBS = {
     "jpeg_escaped_zeros": jpeg(b"\xff\0" * MANY),
     "jpeg_restarts": jpeg(b"\xff\xd0" * MANY),
     "jpeg_long_segments": jpeg(segment(0xED, b"Photoshop 3.0\0" + bytes(65_000)) * 65),
+    "jpeg_blocks_of_photoshop": jpeg(
+        segment(0xED, b"Photoshop 3.0\0" + (b"8BIM" + bytes(8)) * MANY)
+    ),
+    "jpeg_tables": jpeg(segment(0xDB, (b"\0" + b"\1" * 64) * 900) * 2),
+    "jpeg_frames": jpeg(segment(0xC0, b"\x08\0\x1c\0\x1c\1" + b"\1\x11\0" * 20_000) * 2),
     "jpeg_exif_directory": jpeg(segment(0xE1, b"Exif\0\0" + exif(MANY))),
     "jpeg_exif_in_two_segments": jpeg(
         segment(0xE1, b"Exif\0\0" + exif(MANY)[:99]) + segment(0xE1, b"Exif\0\0" + exif(MANY)[99:])

@@ -369,6 +369,25 @@ async def test_a_model_of_text_gets_no_images():
     assert found.status is ToolStatus.infra_error and not found.images
 
 
+async def test_the_images_of_a_trajectory_are_bounded_in_bytes(
+    codec, processor, images, monkeypatch
+):
+    """Two of three pictures fit; of the third the policy is told."""
+    pictures = [make_picture(seed) for seed in range(3)]
+    monkeypatch.setattr(images_module, "MAX_TRAJECTORY_BYTES", sum(map(len, pictures)) - 1)
+    cameras = [Camera(picture) for picture in pictures]
+    for camera, name in zip(cameras, "abc", strict=True):
+        camera.name = name
+    kit = make_kit(codec, *cameras)
+    both = call("a", text="x") + "\n" + call("b", text="x")
+    turns = [both, call("c", text="x"), "done"]
+    prompt = prompt_with(codec, processor, kit)
+    tree, _ = await sample(codec, images, prompt, kit, turns, max_tool_calls=9)
+    (trajectory,) = tree.trajectories
+    answers = [turn.outcome.status.value for turn in trajectory.turns if turn.outcome]
+    assert answers == ["ok", "ok", "user_error"] and len(trajectory.images) == 2
+
+
 async def test_a_vanished_file_fails_its_trajectory(codec, processor, images, tmp_path):
     kit = make_kit(codec)
     file = tmp_path / "a.png"
@@ -497,6 +516,7 @@ async def test_an_image_of_somebody_else_is_parsed_once_and_never_on_the_event_l
     assert len(parsing) == 2
     gone = weakref.ref(record)
     del record, checked
+    images._threads.shutdown()  # a thread may not yet have let go of it
     assert gone() is None, "the records of a run must not grow"
 
 
