@@ -92,7 +92,6 @@ class _Transfer:
         self._url = url
         self._key = key
         self._limits = limits
-        self._num_bytes = 0
         self._start_s = time.monotonic()
 
     def check_size(self, num_bytes: int) -> None:
@@ -103,10 +102,9 @@ class _Transfer:
                 self._key, self._url, expected, f"it has {num_bytes}, or more that are yet to come"
             )
 
-    def add(self, num_bytes: int) -> None:
-        """Count bytes that have arrived."""
-        self._num_bytes += num_bytes
-        self.check_size(self._num_bytes)
+    def check(self, num_bytes: int) -> None:
+        """Raise if the bytes that have arrived are too many, or took too long."""
+        self.check_size(num_bytes)
         if self._limits is not None and self._seconds_left <= 0:
             raise TimeoutError(f"it did not arrive within {self._limits.timeout_s:g} s")
 
@@ -125,15 +123,12 @@ class _Transfer:
 def _download(fs: fsspec.AbstractFileSystem, path: str, target: Path, transfer: _Transfer) -> None:
     from fsspec.callbacks import Callback
 
-    class Progress(Callback):
-        def relative_update(self, inc: int = 1) -> None:
-            transfer.add(inc)
-
+    progress = Callback(hooks={"limits": lambda _, num_bytes: transfer.check(num_bytes)})
     # Not `atomic_path`: several processes may fetch the same file, so each needs a name of its own.
     fd, partial = tempfile.mkstemp(prefix=".partial-", dir=target.parent)
     os.close(fd)
     try:
-        fs.get_file(path, partial, callback=Progress(), **transfer.time_left(fs))
+        fs.get_file(path, partial, callback=progress, **transfer.time_left(fs))
         transfer.check_size(os.path.getsize(partial))  # not all file systems report progress
         os.replace(partial, target)
     finally:

@@ -35,7 +35,13 @@ from mega_agentrl.data.row_identity import (
     digest_files,
     prompt_fingerprint,
 )
-from mega_agentrl.data.table_reader import check_columns, drop_nulls, plain_value, read_rows
+from mega_agentrl.data.table_reader import (
+    check_columns,
+    check_nesting,
+    drop_nulls,
+    plain_value,
+    read_rows,
+)
 from mega_agentrl.data.user_dataset import iter_user_rows, load_dataset_class
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Prompt
@@ -279,6 +285,7 @@ def _iter_rows(
         for number, values in enumerate(user_rows):
             where = f"{key}, data.dataset_class={config.dataset_class} index {number}"
             check_columns(values, columns, where)
+            check_nesting(values, where)
             yield _LocatedRow(values, where, number, config.dataset_class, 1.0)
         return
     for file, path in local.items():

@@ -22,8 +22,19 @@ from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz")
+MAX_VALUES = 100_000_000
+"""Largest number of rows times columns of a parquet file, as each becomes an object of Python. A
+file of a few hundred bytes can claim any number."""
+MAX_EXPANSION = 100
+"""Largest ratio of a compressed JSONL file's content to its size, beyond `MIN_EXPANDED_BYTES`. JSON
+texts are compressed 3 to 20 times, and zeros 1,000 times."""
+MIN_EXPANDED_BYTES = 256 << 20
+"""Content of a compressed JSONL file that is read whatever its size."""
+
+_GZIP_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +86,33 @@ def check_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) ->
         )
 
 
+def check_nesting(row: Mapping[str, Any], where: str) -> None:
+    """Raise a `ConfigError` if a value of the row is nested more than `MAX_DEPTH` deep."""
+    level: list[Any] = [row]
+    for _ in range(MAX_DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                below += value.values()
+            elif isinstance(value, list | tuple):
+                below += value
+            elif isinstance(value, np.ndarray) and value.dtype == object:
+                below += value.tolist()
+        if not below:
+            return
+        level = below
+    expected = f"values that are nested at most {MAX_DEPTH} deep"
+    raise ConfigError(
+        where, f"columns {sorted(row)}", expected, "a row made by mistake, or an attack"
+    )
+
+
 def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[TableRow]:
     import pyarrow.parquet as pq
 
     with reading(key, file, "a complete parquet file", "not a readable parquet file"):
         # After a read with threads, the process may hang at exit (apache/arrow#50482).
+        _check_num_values(pq.read_metadata(file))
         table = pq.read_table(file, use_threads=False)
         names = table.column_names
     where = f"{key}={file}"
@@ -92,6 +125,13 @@ def _read_parquet(file: Path, key: str, columns: Sequence[str]) -> list[TableRow
         TableRow(dict(zip(names, row, strict=True)), f"row {number}")
         for number, row in enumerate(zip(*values, strict=True), start=1)
     ]
+
+
+def _check_num_values(metadata: pq.FileMetaData) -> None:
+    num_columns = max(1, metadata.num_columns)
+    if metadata.num_rows * num_columns > MAX_VALUES:
+        shape = f"{metadata.num_rows} rows of {num_columns} columns"
+        raise ValueError(f"{shape}, more than {MAX_VALUES} values")
 
 
 def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
@@ -117,9 +157,20 @@ def _column_values(column: pa.ChunkedArray, name: str, where: str) -> list[Any]:
 def _read_jsonl(file: Path, key: str) -> list[TableRow]:
     expected = "a complete JSONL file in UTF-8, compressed with gzip if its name ends in .gz"
     with reading(key, file, expected, "not a readable JSONL file"):
-        content = file.read_bytes()
-        text = (gzip.decompress(content) if file.suffix == ".gz" else content).decode()
+        text = (_decompress(file) if file.suffix == ".gz" else file.read_bytes()).decode()
     return parse_json_lines(text, f"{key}={file}")
+
+
+def _decompress(file: Path) -> bytes:
+    """Return the content of a gzip file; raise `ValueError` if it is too much for its size."""
+    most = max(MIN_EXPANDED_BYTES, MAX_EXPANSION * file.stat().st_size)
+    content = bytearray()
+    with gzip.open(file) as stream:
+        while piece := stream.read(_GZIP_PIECE):
+            content += piece
+            if len(content) > most:
+                raise ValueError(f"more than {most} bytes from {file.stat().st_size} compressed")
+    return bytes(content)
 
 
 def parse_json_lines(text: str, where: str) -> list[TableRow]:

@@ -428,6 +428,22 @@ def test_a_user_class_gives_the_rows(tmp_path, monkeypatch):
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0", "s/1"]
 
 
+@pytest.mark.parametrize("wrap", [lambda v: {"a": v}, lambda v: [v], lambda v: (v,)])
+def test_a_row_of_a_users_dataset_that_is_nested_too_deeply_is_named(tmp_path, monkeypatch, wrap):
+    deep = "x"
+    for _ in range(2000):
+        deep = wrap(deep)
+
+    class Rows(list):
+        def __init__(self, paths, key):
+            super().__init__([row(), row(other=deep)])
+
+    monkeypatch.setattr("mega_agentrl.data.rl_dataset.load_dataset_class", lambda name: Rows)
+    with pytest.raises(ConfigError) as caught:
+        load_files([DataFile(str(tmp_path / "words"))], dataset_class="my:Rows")
+    assert caught.value.key == "data.train, data.dataset_class=my:Rows index 1"
+
+
 def test_remote_files_are_read_from_the_cache_folder(tmp_path):
     text = json.dumps(row("far away"))
     fsspec.filesystem("memory").pipe("/dataset/far.jsonl", text.encode())

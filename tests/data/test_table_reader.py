@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.data import table_reader
 from mega_agentrl.data.table_reader import drop_nulls, read_rows
 from mega_agentrl.errors import InputError
 from tests.config.refusals import refused, refused_setting
@@ -124,3 +125,36 @@ def test_a_row_without_a_column_is_refused(tmp_path):
 def test_drop_nulls():
     value = {"python": {"create_kwargs": None}, "search": None, "list": [{"x": None}, 1]}
     assert drop_nulls(value) == {"python": {}, "list": [{}, 1]}
+
+
+def test_a_compressed_file_that_expands_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_reader, "MIN_EXPANDED_BYTES", 1 << 20)
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}' + b" " * (3 << 20)))
+    error = refused(read, path)
+    assert (error.key, error.got) == ("data.train", str(path))
+    assert "compressed" in error.cause
+    path.write_bytes(gzip.compress(b'{"a": 1}' + b" " * (1 << 19)))
+    assert [row.values for row in read(path)] == [{"a": 1}]
+
+
+def test_a_parquet_file_that_claims_too_many_values_is_refused(tmp_path, monkeypatch):
+    """A million nulls take 300 bytes; the footer says how many there are before one is made."""
+    monkeypatch.setattr(table_reader, "MAX_VALUES", 1000)
+    monkeypatch.setattr(pq, "read_table", lambda *_, **__: pytest.fail("it was read"))
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"a": pa.nulls(501, pa.int8()), "b": pa.nulls(501, pa.int8())}), path)
+    error = refused(read, path)
+    assert (error.key, error.got) == ("data.train", str(path))
+    assert "501 rows of 2 columns" in error.cause
+
+
+@pytest.mark.parametrize("depth", [65, 2000])
+def test_a_parquet_file_nested_too_deeply_is_refused(tmp_path, depth):
+    array = pa.array([1])
+    for _ in range(depth):
+        array = pa.StructArray.from_arrays([array], ["a"])
+    path = tmp_path / "t.parquet"
+    pq.write_table(pa.table({"a": array}), path)
+    error = refused(read, path)
+    assert str(path) in f"{error.key}{error.got}"
