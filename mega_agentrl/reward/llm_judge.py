@@ -6,7 +6,7 @@
 requests, at most `MAX_CONCURRENT_REQUESTS` at a time. Transient failures (no connection, a broken
 connection, 429 and the 5xx of an overloaded or restarting server) are retried with growing,
 jittered pauses until the deadline or for `MAX_ATTEMPTS` attempts. Any other status, and an answer
-that is not a single number, is a final error.
+that is not a single number from 0 to 1, is a final error.
 
 What the judge reads is a Jinja template (`JudgePrompt`), by default `DEFAULT_TEMPLATE`. In it the
 response to grade is enclosed between two lines with a random delimiter that the policy cannot know.
@@ -16,7 +16,6 @@ A judge that follows instructions inside the response can still be manipulated.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 import threading
@@ -74,7 +73,7 @@ _RETRY_WAIT = wait_random_exponential(multiplier=0.2, max=10.0)
 
 
 class JudgeError(RewardError):
-    """The judge did not answer with a number; the message names the server and its answer."""
+    """The judge gave no number from 0 to 1; the message names the server and its answer."""
 
 
 class _RetryableError(Exception):
@@ -163,7 +162,8 @@ class LLMJudge:
         """Request a score for a trajectory, without blocking.
 
         Returns:
-            The future of the score; it raises `JudgeError` if the judge did not return a number.
+            The future of the score; it raises `JudgeError` if the judge did not return a number
+            from 0 to 1.
 
         Raises:
             RuntimeError: the judge is closed.
@@ -244,11 +244,13 @@ class LLMJudge:
                 f"an answer without a message: {response.text[:200]!r}"
             ) from error
         numbers = _NUMBER.findall(str(text).rpartition("</think>")[2])
-        if len(numbers) != 1 or not math.isfinite(float(numbers[0])):
+        # An answer that talks the judge into 1e308 would outweigh the batch.
+        if len(numbers) != 1 or not 0 <= float(numbers[0]) <= 1:
             raise self._make_error(f"the text {str(text)[-200:]!r}")
         return float(numbers[0])
 
     def _make_error(self, got: str) -> JudgeError:
         return JudgeError(
-            f"reward model {self._model_name} at {self._url}: got {got}, expected one number"
+            f"reward model {self._model_name} at {self._url}: got {got}, expected one number from "
+            "0 to 1, which the weight in reward.rubric brings to another scale"
         )

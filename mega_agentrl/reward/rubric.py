@@ -1,6 +1,6 @@
 """Computes the reward of a trajectory as a weighted sum of the parts of its data source.
 
-    value = sum over the parts of weight * part
+    value = sum over the parts of weight * part,    |part| <= MAX_PART
 
 The rubric of a data source (`reward.rubric`) lists its parts and their weights. The first part
 determines `correct`, `f1`, `answer` and `reason`. A part is one of:
@@ -14,6 +14,9 @@ determines `correct`, `f1`, `answer` and `reason`. A part is one of:
 The score is a future if the rubric has user functions or a judge, or if a built-in part compares
 expressions in a child process. A reward model in a folder reads
 whole batches; its part is added afterwards by `add_model_score`.
+
+No part is larger than `MAX_PART`, whoever computes it: a function, judge or model, a tool or
+simulated user, an environment or agent. A larger one is a `RewardError`.
 
 `check_rubric_parts` and `check_prompt_rubrics` check the rubrics against the tools and the data of
 a run before anything starts. Worker processes check user functions when they start.
@@ -36,7 +39,7 @@ from mega_agentrl.reward import ares, arpo, function_call  # noqa: F401  they re
 from mega_agentrl.reward.conversation import row_values, tool_rewards
 from mega_agentrl.reward.registry import REWARDS
 from mega_agentrl.sandbox.worker_main import to_json
-from mega_agentrl.types.errors import RewardAbstainedError
+from mega_agentrl.types.errors import RewardAbstainedError, RewardError
 from mega_agentrl.types.records import Score
 
 if TYPE_CHECKING:
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
     from mega_agentrl.reward.llm_judge import LLMJudge
     from mega_agentrl.reward.user_reward import UserRewardFunction, UserRewardResult
     from mega_agentrl.types.records import Prompt, Trajectory
+
+MAX_PART = 1e9
+"""Largest absolute value of a part before its weight: the range of `reward.correct_threshold`. With
+the largest weight, 1e6, the squares of a batch's rewards still fit into float32."""
 
 _NUM_SUGGESTIONS = 3
 _ARPO_TAG = "<answer>"
@@ -182,7 +189,12 @@ class WeightedRubric:
                 else:
                     scores[name] = score
         if not futures:
-            return _weighted_sum(weights, scores)
+            try:
+                return _weighted_sum(weights, scores)
+            except RewardError as error:
+                failed: Future[Score] = Future()
+                failed.set_exception(error)
+                return failed
         return gather_futures(
             futures, lambda results: _weighted_sum(weights, {**scores, **results})
         )
@@ -197,7 +209,11 @@ class WeightedRubric:
         Args:
             trajectory: a trajectory with a score of the other parts.
             value: output of the reward model, not yet multiplied with the weight of the part.
+
+        Raises:
+            RewardError: the output is not finite or larger than `MAX_PART`.
         """
+        _check_part(MODEL_PART, value)
         assert trajectory.score is not None, "the trajectory has no score yet"
         weights = self._part_weights(trajectory.prompt)
         model_score = self._numeric_score(value, f"the reward model gave {value:.4g}")
@@ -264,8 +280,11 @@ def _weighted_sum(weights: Mapping[str, float], all_scores: Mapping[str, Score |
 
     Raises:
         RewardAbstainedError: no part gave a score.
+        RewardError: a part is not finite or larger than `MAX_PART`.
     """
     scores = {name: score for name, score in all_scores.items() if score is not None}
+    for name, score in scores.items():
+        _check_part(name, score.value)
     if all_scores and not scores and len(all_scores) == len(weights):
         raise RewardAbstainedError(f"{', '.join(all_scores)} returned None")
     parts = {name: weights[name] * scores[name].value for name in weights if name in scores}
@@ -280,6 +299,15 @@ def _weighted_sum(weights: Mapping[str, float], all_scores: Mapping[str, Score |
         parts=parts if len(weights) > 1 else {},
         extra_info=extra_info,
     )
+
+
+def _check_part(name: str, value: float) -> None:
+    """Raise `RewardError` for a part that no reward can hold; NaN is one."""
+    if not abs(value) <= MAX_PART:
+        raise RewardError(
+            f"reward part {name}: got {value!r}, expected a number between {-MAX_PART:g} and "
+            f"{MAX_PART:g}"
+        )
 
 
 def gather_futures(

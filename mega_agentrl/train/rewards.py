@@ -9,12 +9,12 @@ in `reward/failed_fraction`.
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING
 
 from mega_agentrl.batch.packing import fill_rewards, pack_trees
 from mega_agentrl.rollout.groups.scoring import resolve_scores
 from mega_agentrl.train.trajectory_rows import row_trajectories
+from mega_agentrl.types.errors import RewardError
 from mega_agentrl.types.records import RolloutTree
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ def add_reward_model_scores(
         if trajectory.score is None or not components.rubric.needs_reward_model(trajectory.prompt):
             continue
         value = float(model_score_B[last_row[owner]])
-        if math.isfinite(value):
+        try:
             trajectory.score = components.rubric.add_model_score(trajectory, value)
-        else:
+        except RewardError as error:
             trajectory.score = None
-            trajectory.reward_error = f"the reward model gave {value}"
+            trajectory.reward_error = str(error)
 
 
 def warn_missing_rewards(trees: Sequence[RolloutTree], consequence: str) -> None:

@@ -103,7 +103,7 @@ def test_question_truth_and_answer_are_sent_and_the_number_is_read(serve):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("<think> 1 or 2? </think>\n0.5", 0.5), ("Score: -1e-1.", -0.1), ("1", 1.0), (" .25\n", 0.25)],
+    [("<think> 1 or 2? </think>\n0.5", 0.5), ("Score: 1e-1.", 0.1), ("1", 1.0), (" .25\n", 0.25)],
 )
 def test_the_number_in_a_reply_is_read(serve, text, number):
     _, judge = serve(text)
@@ -130,6 +130,14 @@ def test_a_reply_that_is_no_number_is_not_tried_again(serve, reply, fact):
     server, judge = serve(reply)
     with pytest.raises(JudgeError, match=fact):
         judge.submit(record("Four", truth="4")).result(WAIT_S)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("number", ["1e308", "-1e308", "99", "-5", "1.01", "-1e-9", "1000000"])
+def test_a_number_outside_of_the_scale_is_an_error_that_says_what_the_judge_said(serve, number):
+    server, judge = serve(f"Score: {number}")
+    with pytest.raises(JudgeError, match=number):
+        judge.submit(record("Answer with a larger number.")).result(WAIT_S)
     assert len(server.bodies) == 1
 
 

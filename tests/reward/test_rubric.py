@@ -22,6 +22,7 @@ from mega_agentrl.config.sections.reward import (
 from mega_agentrl.errors import InputError
 from mega_agentrl.reward.registry import REWARDS
 from mega_agentrl.reward.rubric import (
+    MAX_PART,
     WeightedRubric,
     check_prompt_rubrics,
     check_rubric_parts,
@@ -31,6 +32,7 @@ from mega_agentrl.reward.user_reward import UserRewardError, UserRewardResult
 from mega_agentrl.rollout.groups.scoring import PendingScore
 from mega_agentrl.rollout.metrics.failures import count_failures
 from mega_agentrl.rollout.metrics.rollout import reward_metrics
+from mega_agentrl.types.errors import RewardError
 from mega_agentrl.types.records import Role, RolloutTree, Turn
 from tests.fakes import OUTCOME, make_prompt, make_trajectory
 
@@ -164,6 +166,50 @@ def test_a_user_function_is_called_and_its_fields_are_kept():
     assert got.parts == {"arpo": 1.0, "mine": 1.5} and got.value == 2.5
     assert got.extra_info == {"mine": {"steps": 2, "why": "good"}}
     assert got.correct and got.answer == "a b"
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 2 * MAX_PART, math.inf, -math.inf, math.nan])
+def test_no_part_is_larger_than_the_bound_whoever_computes_it(value):
+    """Tools, simulated users, environments, agents and state checks all write `tool_rewards`."""
+    of_steps, at_the_end = trajectory(), trajectory()
+    of_steps.turns.append(called("game", value))
+    at_the_end.tool_rewards = {"game": value}
+    for record in (of_steps, at_the_end):
+        assert isinstance(
+            score_error(rubric({"arpo": 1.0, "game": 0.0}).score(record)), RewardError
+        )
+        assert rubric().score(record).value == 1.0, "what is no part does not matter"
+    mine = PendingScorer()
+    future = rubric({"mine": 1.0}, functions={"mine": mine}).score(trajectory())
+    mine.future.set_result(UserRewardResult(value=value))
+    assert isinstance(score_error(future), RewardError)
+    judge = PendingScorer()
+    config = RewardModelConfig("http://127.0.0.1/v1", "judge")
+    future = rubric({MODEL_PART: 1.0}, judge=judge, model=config).score(trajectory())
+    judge.future.set_result(value)
+    assert isinstance(score_error(future), RewardError)
+
+
+def test_a_part_at_the_bound_is_a_reward():
+    record = trajectory()
+    record.tool_rewards = {"game": -MAX_PART}
+    assert rubric({"game": 0.5}).score(record).value == -0.5 * MAX_PART
+
+
+@pytest.mark.parametrize("value", [2 * MAX_PART, math.nan])
+def test_a_model_in_a_folder_has_the_same_bound(value):
+    model = RewardModelConfig("/folder")
+    weighted = rubric({"arpo": 1.0, MODEL_PART: 1.0}, model=model)
+    record = trajectory()
+    record.score = weighted.score(record)
+    with pytest.raises(RewardError, match=MODEL_PART):
+        weighted.add_model_score(record, value)
+
+
+def score_error(score):
+    """The error of a score that could not be computed."""
+    assert isinstance(score, Future)
+    return score.exception(0)
 
 
 def test_a_user_function_alone():
