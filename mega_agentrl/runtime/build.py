@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,10 +27,20 @@ from mega_agentrl.rollout.agents.host import AgentHost
 from mega_agentrl.rollout.gateway.server import Gateway
 from mega_agentrl.rollout.tracing import RolloutSpans
 from mega_agentrl.runtime.coordinator import Coordinator
+from mega_agentrl.runtime.driver_monitor import (
+    DriverMonitor,
+    gateway_metrics,
+    watch_rollout_loop,
+)
 from mega_agentrl.runtime.event_loop_thread import EventLoopThread
 from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
-from mega_agentrl.runtime.memory_monitor import ClusterMemoryMonitor
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
+from mega_agentrl.runtime.memory_monitor import ClusterMemoryMonitor, RemoteMemoryWatches
+from mega_agentrl.runtime.memory_watch import MemoryWatch
+from mega_agentrl.runtime.remote_calls import (
+    ModelRankDiedError,
+    PolicyRankDiedError,
+    ProcessDiedError,
+)
 from mega_agentrl.runtime.rubric import open_rubric
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
@@ -42,6 +53,7 @@ from mega_agentrl.types.monitoring import Monitors
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.reshard.planner.traffic import TransferTraffic
     from mega_agentrl.runtime.cluster import ClusterConnection
     from mega_agentrl.runtime.inputs import RunInputs
     from mega_agentrl.runtime.workers.rank_group import RankGroup
@@ -104,6 +116,7 @@ def build(
         if not has_sandbox_hosts:
             start_tools()
         agents = _start_gateway(inputs, stack, runner)
+        driver_monitor = _start_driver_monitor(start, runner, agents)
         coordinator, policy, generator = _start_policy_and_engines(
             start, start_tools if has_sandbox_hosts else None
         )
@@ -140,6 +153,7 @@ def build(
                 trackers=trackers,
                 gpu=gpu_monitor,
                 memory=ClusterMemoryMonitor(policy, generator),
+                driver=driver_monitor,
                 rollout_spans=spans,
                 gpu_name=policy.gpu_name(),
             ),
@@ -177,6 +191,28 @@ def _start_gateway(
     )
 
 
+def _start_driver_monitor(
+    start: _RunStart, runner: asyncio.Runner | EventLoopThread, agents: AgentHost | None
+) -> DriverMonitor:
+    """Start to watch this process, and the memory of all machines of the run."""
+    loops = {"loop": start.stack.enter_context(watch_rollout_loop(runner))}
+    if agents is not None:
+        loops["agent_loop"] = agents.loop.watchdog
+    remote = None
+    if start.config.cluster.ray_address:
+        start.cluster.wait()
+        remote = RemoteMemoryWatches.launch(start.log_folder)
+        start.stack.callback(remote.close)
+    return start.stack.enter_context(
+        DriverMonitor(
+            loops,
+            MemoryWatch(start.log_folder, driver_pid=os.getpid()),
+            None if agents is None else partial(gateway_metrics, agents.gateway),
+            remote,
+        )
+    )
+
+
 @contextmanager
 def _open_spans(config: TrainConfig) -> Iterator[RolloutSpans | None]:
     with open_tracer(config.report.trace_destination, Path(config.run_dir).name) as tracer:
@@ -205,13 +241,23 @@ def _start_policy_and_engines(
     weight_sync = WeightSynchronizer(
         policy, generator, config, dtype=str(config.model.dtype.resolve(on_gpu=on_gpu))
     )
-    traffic = weight_sync.connect(generator.routable_engines)
-    (start.log_folder / "weights.txt").write_text(traffic.summary() + "\n")
     gpus = GpuTimeSharing(policy, generator) if config.cluster.colocated else None
     coordinator = Coordinator(policy, generator, weight_sync, gpus)
     start.stack.callback(coordinator.close)
     coordinator.start()
+    traffic = _connect(coordinator)
+    (start.log_folder / "weights.txt").write_text(traffic.summary() + "\n")
     return coordinator, policy, generator
+
+
+def _connect(coordinator: Coordinator) -> TransferTraffic:
+    """Open the link of the weight transfer; restart the policy once if a rank dies meanwhile."""
+    try:
+        return coordinator.connect()
+    except PolicyRankDiedError as error:
+        _logger.warning("restarting the policy: %s", error)
+        coordinator.restart()
+        return coordinator.connect()
 
 
 def _launch_disaggregated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, GeneratorGroup]:
@@ -227,7 +273,7 @@ def _launch_disaggregated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, 
         start.config, on_gpu=on_gpu, log_folder=start.log_folder, placement=placement
     )
     start.stack.callback(policy.close)
-    _start_policy(policy)
+    _start_ranks(policy)
     start.progress.begin("engines", _engine_imports(start.config))
     _wait_for_engines(generator, start_calls)
     return policy, generator
@@ -253,23 +299,31 @@ def _engine_imports(config: TrainConfig) -> str:
     return "1 engine imports vLLM" if count == 1 else f"{count} engines import vLLM"
 
 
-def _start_policy(policy: PolicyGroup) -> None:
-    """Start the policy; retry once if a rank dies during the start."""
+def _start_ranks(group: RankGroup) -> None:
+    """Start the ranks of a model; retry once if one of them dies during the start."""
     try:
-        policy.start()
-    except PolicyRankDiedError as error:
-        _logger.warning("restarting the policy: %s", error)
-        policy.restart()
+        group.start()
+    except (PolicyRankDiedError, ModelRankDiedError) as error:
+        _logger.warning("restarting the %s: %s", group.model_name, error)
+        group.restart()
 
 
 def _wait_for_engines(generator: GeneratorGroup, start_calls: dict[str, Any]) -> None:
-    """Wait until all engines have started; if one dies meanwhile, restart it once."""
-    try:
-        generator.wait_started(start_calls)
-    except ProcessDiedError as error:
-        _logger.warning("restarting an engine: %s", error)
-        index = list(start_calls).index(error.process_name)
-        generator.wait_started(start_calls | generator.respawn_engine(index))
+    """Wait until all engines have started; restart each once that dies meanwhile."""
+    restarted: set[int] = set()
+    while True:
+        try:
+            generator.wait_started(start_calls)
+        except ProcessDiedError as error:
+            index = list(start_calls).index(error.process_name)
+            if index in restarted:
+                raise
+            _logger.warning("restarting an engine: %s", error)
+            restarted.add(index)
+            start_calls = start_calls | generator.respawn_engine(index)
+        else:
+            break
+    for index in restarted:
         generator.enable_routing(index)
 
 
@@ -291,7 +345,7 @@ def _launch_colocated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, Gene
     start.stack.callback(generator.close)
     _wait_for_engines(generator, generator.submit_start())
     _begin_policy_stage(start)
-    _start_policy(policy)
+    _start_ranks(policy)
     return policy, generator
 
 
@@ -302,5 +356,5 @@ def _start_model(group_class: type[_Group], start: _RunStart) -> _Group:
         start.config, on_gpu=start.cluster.wait(), log_folder=start.log_folder
     )
     start.stack.callback(group.close)
-    group.start()
+    _start_ranks(group)
     return group

@@ -7,6 +7,7 @@ rank would otherwise block in a collective until its own timeout.
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,20 @@ from mega_agentrl.types.errors import AuxiliaryModelLostError, EngineLostError, 
 
 POLL_INTERVAL_S = 1.0
 """Interval in seconds at which a waiting `gather` calls `watch`."""
+
+DEATH_ERRORS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.WorkerCrashedError,
+)
+"""Errors of Ray for a call whose process is dead.
+
+The last three are not `RayActorError`s: Ray's memory monitor kills an actor with the second.
+"""
+
+RAY_MEMORY_KILLS: queue.SimpleQueue[str] = queue.SimpleQueue()
+"""Names of the processes that Ray's memory monitor killed, for `driver_monitor` to report."""
 
 
 class RemoteCallError(RuntimeError):
@@ -145,9 +160,29 @@ def translate_call_errors(operation: str, name: str) -> Iterator[None]:
             raise ProcessDiedError(message, name, operation) from error
         message = f"{operation} failed on {name}: {error.cause!r}"
         raise RemoteCallError(message, operation, (name,)) from error
-    except ray.exceptions.RayActorError as error:
-        message = f"{operation}: {name} died; its log file under logs/ in the run folder says why"
-        raise ProcessDiedError(message, name, operation) from error
+    except DEATH_ERRORS as error:
+        raise ProcessDiedError(
+            f"{operation}: {describe_death(name, error)}", name, operation
+        ) from (error)
+    except ray.exceptions.RayError as error:  # such as a lost object in its arguments
+        message = f"{operation} failed on {name}: {_first_line(error)}"
+        raise RemoteCallError(message, operation, (name,)) from error
+
+
+def describe_death(name: str, error: BaseException) -> str:
+    """Return how a process died according to one of `DEATH_ERRORS`.
+
+    If Ray's memory monitor killed it, its name is added to `RAY_MEMORY_KILLS`.
+    """
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        RAY_MEMORY_KILLS.put(name)
+        return f"{name} was killed by Ray's memory monitor: {_first_line(error)}"
+    return f"{name} died; its log file under logs/ in the run folder says why"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error of Ray, whose text may be a page."""
+    return next(iter(str(error).splitlines()), repr(error))
 
 
 def redirect_output(log_file: Path) -> None:

@@ -248,10 +248,9 @@ class RunLogger:
             **{f"actor/{name}": value for name, value in stats.metrics.items()},
             **{f"weight_sync/{name}": value for name, value in sync_metrics.items()},
         }
-        if self._monitors.gpu is not None:
-            metrics |= self._monitors.gpu.collect()
-        if self._monitors.memory is not None:
-            metrics |= self._monitors.memory.collect()
+        for monitor in (self._monitors.gpu, self._monitors.memory, self._monitors.driver):
+            if monitor is not None:
+                metrics |= monitor.collect()
         reward = group_metrics["rollout/reward_unfiltered"]
         success = group_metrics["rollout/success_unfiltered"]
         self._step_points.append(StepPoint(step=step, reward=reward, success=success))

@@ -45,6 +45,13 @@ class GpuMonitor(Protocol):
         """
 
 
+class DriverMonitor(Protocol):
+    """Watches the driver's process in the background."""
+
+    def collect(self) -> Mapping[str, float]:
+        """Return metrics of the time since the last call; never raises or waits."""
+
+
 class MemoryMonitor(Protocol):
     """Reads the memory use of the run's processes."""
 
@@ -60,6 +67,7 @@ class Monitors:
     """Metrics backends in addition to `metrics.jsonl`."""
     gpu: GpuMonitor | None = None
     memory: MemoryMonitor | None = None
+    driver: DriverMonitor | None = None
     rollout_spans: Any = None
     """A `rollout.tracing.RolloutSpans`, which traces single trajectories, or None."""
     gpu_name: str = ""

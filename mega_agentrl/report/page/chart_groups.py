@@ -204,6 +204,49 @@ _SPEED_SPECS = (
         unit="s",
     ),
 )
+_DRIVER_SPECS = (
+    _ChartSpec(
+        title="Pauses of the event loops",
+        metric_patterns=("driver/loop_pause_max_s", "driver/agent_loop_pause_max_s"),
+        unit="s",
+        note="longest of the step; meanwhile no engine, tool or agent is served",
+    ),
+    _ChartSpec(
+        title="Memory of the driver",
+        metric_patterns=("driver/rss_mib", "driver/rss_growth_mib"),
+        unit="MiB",
+    ),
+    _ChartSpec(
+        title="Shares of limits",
+        metric_patterns=("driver/memory_fraction", "driver/open_files_fraction"),
+        unit="share",
+        note="memory: of the machine or control group, by all processes; "
+        "open files: of the driver's descriptors",
+    ),
+    _ChartSpec(
+        title="Descriptors, threads and connections",
+        metric_patterns=(
+            "driver/open_files_max",
+            "driver/num_threads_max",
+            "gateway/num_connections",
+        ),
+    ),
+    _ChartSpec(
+        title="Held by the gateway",
+        metric_patterns=(
+            "gateway/held_mib",
+            "gateway/session_held_mib",
+            "gateway/in_flight_mib",
+        ),
+        unit="MiB",
+        note="session: of the largest session",
+    ),
+    _ChartSpec(
+        title="Processes killed for memory",
+        metric_patterns=("driver/oom_kills",),
+        note="by the kernels of the run's machines, in sandboxes, too",
+    ),
+)
 _REWARD_PARTS_TITLE, _REWARD_PART_PREFIX = "Parts of the reward", "reward/"
 _ARES_BUCKET_METRICS = ("share", "accuracy", "hwe", "target", "alpha", "beta", "lambda", "kl")
 
@@ -219,6 +262,7 @@ def chart_groups(log: MetricLog) -> list[ChartGroup]:
         ("Update", _charts_from_specs(log, _UPDATE_SPECS, used)),
         ("Difficulty controllers", _charts_from_specs(log, _ares_specs(log), used)),
         ("Speed", _charts_from_specs(log, _SPEED_SPECS, used)),
+        ("Driver", _charts_from_specs(log, _DRIVER_SPECS, used)),
         ("Warm start", _sft_charts(log)),
     ]
     known_groups = [

@@ -9,19 +9,18 @@ the loop.
 from __future__ import annotations
 
 import asyncio
-import linecache
 import logging
-import sys
-import sysconfig
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mega_agentrl.types.loop_watchdog import LIBRARY_FOLDERS, LoopWatchdog
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
-    from types import FrameType, TracebackType
+    from types import TracebackType
 
 ResultT = TypeVar("ResultT")
 
@@ -31,10 +30,7 @@ MAX_THREADS = 256
 """Threads of the executor; they are started when they are needed."""
 
 _CLOSE_TIMEOUT_S = 10.0
-_PACKAGE_FOLDERS = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(__file__).resolve().parents[2]),
-)
+_PACKAGE_FOLDERS = (*LIBRARY_FOLDERS, str(Path(__file__).resolve().parents[2]))
 """Folders of code that is not the user's."""
 _log = logging.getLogger(__name__)
 
@@ -53,14 +49,20 @@ class AgentLoop:
         self._loop.set_default_executor(self._executor)
         self._hold_limit_s = hold_limit_s
         self._is_closing = threading.Event()
-        # Daemon threads, so that an agent that blocks for ever does not block the exit.
+        # A daemon thread, so that an agent that blocks for ever does not block the exit.
         self._thread = threading.Thread(target=self._serve, name="agents", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name="agents-watchdog", daemon=True)
-        self._reported_places: set[str] = set()
+        self.watchdog = LoopWatchdog(
+            self._loop,
+            self._thread,
+            limit_s=hold_limit_s,
+            report=self._report_hold,
+            excluded_folders=_PACKAGE_FOLDERS,
+        )
+        """Measures how long agents hold the loop."""
 
     def __enter__(self) -> AgentLoop:
         self._thread.start()
-        self._watchdog.start()
+        self.watchdog.start()
         return self
 
     def __exit__(
@@ -109,6 +111,7 @@ class AgentLoop:
         if self._is_closing.is_set():
             return
         self._is_closing.set()
+        self.watchdog.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -131,24 +134,7 @@ class AgentLoop:
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
-    def _watch(self) -> None:
-        """Report whenever the loop does not answer for some time."""
-        while not self._is_closing.wait(self._hold_limit_s):
-            answered = threading.Event()
-            with suppress(RuntimeError):  # the loop was closed in the meantime
-                self._loop.call_soon_threadsafe(answered.set)
-                if not answered.wait(self._hold_limit_s):
-                    self._report_hold()
-                    answered.wait()  # one report each time
-
-    def _report_hold(self) -> None:
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        if frame is None:
-            return
-        place = describe_frame(find_user_frame(frame))
-        if place in self._reported_places:
-            return
-        self._reported_places.add(place)
+    def _report_hold(self, place: str) -> None:
         _log.warning(
             "an agent has held the event loop of all agents for more than %g s at %s; probable "
             "cause: a blocking call in an `async` function; use its asynchronous form, or "
@@ -156,23 +142,6 @@ class AgentLoop:
             self._hold_limit_s,
             place,
         )
-
-
-def find_user_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame of the user's code, or the innermost one if there is none."""
-    found: FrameType | None = frame
-    while found is not None:
-        if not found.f_code.co_filename.startswith((*_PACKAGE_FOLDERS, "<")):
-            return found
-        found = found.f_back
-    return frame
-
-
-def describe_frame(frame: FrameType) -> str:
-    """Return file, line, function and code of a frame."""
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    code = linecache.getline(file, line).strip()
-    return f"{file}:{line} in {frame.f_code.co_name}: {code}"
 
 
 def _copy_outcome(task: asyncio.Task[ResultT], outcome: asyncio.Future[ResultT]) -> None:
