@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.runtime.remote_calls import (
     NoEngineLeftError,
@@ -33,16 +33,19 @@ from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
 from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from mega_agentrl.config.sections.algo import AlgoConfig
+    from mega_agentrl.reshard.planner.traffic import TransferTraffic
     from mega_agentrl.runtime.weight_sync import WeightSynchronizer
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
     from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.protocols import Generator
+
+ResultT = TypeVar("ResultT")
 
 
 class Coordinator:
@@ -81,6 +84,20 @@ class Coordinator:
         self._engines.close()
         self._policy.close()
 
+    def connect(self) -> TransferTraffic:
+        """Open the link of the weight transfer to all engines; return the traffic of an update.
+
+        If an engine is lost meanwhile, this waits for its replacement and starts over.
+
+        Raises:
+            RemoteCallError: A rank did not join; names the rank.
+            ValueError: The shard layouts of the two sides do not fit together.
+        """
+        with self._lock:
+            return self._retry_if_engines_were_replaced(
+                lambda: self._weight_sync.connect(self._engines.registry.live_engines)
+            )
+
     def sync_weights(self, generator: Generator, version: int) -> Mapping[str, float]:
         """Send the current weights to all engines as this version and route requests to them.
 
@@ -100,18 +117,9 @@ class Coordinator:
             if self._gpus is not None and registry.lost_reasons:
                 # Engines can only be replaced while the policy is off the GPUs.
                 self._replace_lost_engines(registry.num_handled_losses)
-            while True:
-                num_handled_losses = registry.num_handled_losses
-                try:
-                    engines, report = self._sync_live_engines(version)
-                except PolicyRankDiedError:
-                    raise
-                except RemoteCallError:
-                    # Either an engine has been replaced, or the cause was not an engine's death.
-                    if not self._replace_lost_engines(num_handled_losses):
-                        raise
-                else:
-                    break
+            engines, report = self._retry_if_engines_were_replaced(
+                partial(self._sync_live_engines, version)
+            )
             self._has_unsynced_weights = False
             self._version = version
             self._engines.serve_version(version, engines)
@@ -163,6 +171,22 @@ class Coordinator:
             self._weight_sync.disconnect()
             raise
 
+    def _retry_if_engines_were_replaced(self, call: Callable[[], ResultT]) -> ResultT:
+        """Return the result of a call on both sides, starting over when lost engines are replaced.
+
+        Raises:
+            RemoteCallError: The cause was not an engine's death, or no engine is left.
+        """
+        while True:
+            num_handled_losses = self._engines.registry.num_handled_losses
+            try:
+                return call()
+            except PolicyRankDiedError:
+                raise
+            except RemoteCallError:
+                if not self._replace_lost_engines(num_handled_losses):
+                    raise
+
     def _replace_lost_engines(self, num_handled_losses: int) -> bool:
         """Wait until lost engines are replaced; return whether the sync can be tried again."""
         if self._gpus is not None:
@@ -175,9 +199,9 @@ class Coordinator:
         with self._lock:
             if self._gpus is not None:
                 self._gpus.reclaim_for_policy_restart()
-            self._policy.restart()
-            self._has_unsynced_weights = True
+            self._has_unsynced_weights = True  # also if a rank dies again meanwhile
             self._weight_sync.reset_policy_ranks()
+            self._policy.restart()
 
     @contextmanager
     def _operation(self, method: str) -> Iterator[None]:

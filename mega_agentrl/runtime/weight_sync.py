@@ -283,11 +283,14 @@ class WeightSynchronizer:
             engine: (ref, first_rank)
             for (engine, first_rank), ref in zip(first_ranks.items(), sessions, strict=True)
         }
-        self._gather(
-            "joining the weight transfer",
-            self._policy.submit_each("join_weight_transfer", policy_args)
-            | self._engines.submit_each("join_weight_transfer", engine_args),
-        )
+        calls = self._policy.submit_each("join_weight_transfer", policy_args)
+        calls |= self._engines.submit_each("join_weight_transfer", engine_args)
+        try:
+            self._gather("joining the weight transfer", calls)
+        except RemoteCallError:
+            # Without waiting: ranks that wait for a dead peer leave when its time is up.
+            self._policy.submit_to_ranks("leave_weight_transfer", session.key)
+            raise
 
     def _query_policy(self) -> Workers:
         """Return layout and location of every policy rank."""

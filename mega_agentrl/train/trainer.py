@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.rollout.metrics.failures import count_failures
@@ -35,10 +35,10 @@ from mega_agentrl.train.run_logger import RunLogger
 from mega_agentrl.train.scheduler import RolloutScheduler, open_rollout_scheduler
 from mega_agentrl.train.signals import SignalHandler
 from mega_agentrl.train.warm_start import run_warm_start
-from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.errors import AuxiliaryModelLostError, RankLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.rollout.io.tree_store import TreeStore
@@ -270,36 +270,49 @@ def _run_validation(
 def train_with_restarts(
     components: Components, config: TrainConfig, signal_handler: SignalHandler
 ) -> float:
-    """Call `train`, and restart a lost policy in place from the last checkpoint.
+    """Call `train`, and restart lost models in place from the last checkpoint.
 
     The engines, the sandboxes and Ray keep running. Everything else is what a new start of the same
     command would do (`restore`), so both give the same result.
 
     Raises:
-        RankLostError: The policy was lost `MAX_FAILURES_WITHOUT_PROGRESS` times between two
-            checkpoints.
+        RankLostError: A model was lost `MAX_FAILURES_WITHOUT_PROGRESS` times between two
+            checkpoints, restarts included, and the policy was the last one.
+        AuxiliaryModelLostError: The same, and the critic or the reward model was the last one.
     """
-    initial_sampler_state = components.prompt_source.state_dict()
+    sampler_state = components.prompt_source.state_dict()
     newest_checkpoint, num_failures = _newest_checkpoint(config), 0
     while True:
         try:
+            if num_failures:
+                signal_handler.raise_if_signalled()
+                components = _restart_models(components, sampler_state, newest_checkpoint)
             return train(components, config, signal_handler)
-        except RankLostError as error:
+        except (RankLostError, AuxiliaryModelLostError) as error:
             previous_checkpoint, newest_checkpoint = newest_checkpoint, _newest_checkpoint(config)
             num_failures = num_failures + 1 if previous_checkpoint == newest_checkpoint else 1
-            _logger.warning("the policy is lost (%d): %s", num_failures, error)
+            lost = "the policy is" if isinstance(error, RankLostError) else "the models are"
+            _logger.warning("%s lost (%d): %s", lost, num_failures, error)
             if num_failures >= MAX_FAILURES_WITHOUT_PROGRESS:
                 raise
             where = "the beginning" if newest_checkpoint is None else newest_checkpoint
-            print(f"the policy is restarted from {where}: {error}", file=sys.stderr)
-        signal_handler.raise_if_signalled()
-        start_s = time.perf_counter()
-        components.policy.restart()
-        components.prompt_source.exclude(None)
-        components.prompt_source.load_state_dict(initial_sampler_state)
-        if newest_checkpoint is None:
-            components.policy.sync_weights(components.generator, version=0)
-        components = replace(components, startup_s=time.perf_counter() - start_s)
+            print(f"{lost} restarted from {where}: {error}", file=sys.stderr)
+
+
+def _restart_models(
+    components: Components, sampler_state: Mapping[str, Any], checkpoint: Path | None
+) -> Components:
+    """Restart the models and reset the prompts; return the components for another `train`."""
+    start_s = time.perf_counter()
+    components.policy.restart()
+    for model in (components.critic, components.reward_model):
+        if model is not None:
+            model.restart_if_lost()
+    components.prompt_source.exclude(None)
+    components.prompt_source.load_state_dict(sampler_state)
+    if checkpoint is None:
+        components.policy.sync_weights(components.generator, version=0)
+    return replace(components, startup_s=time.perf_counter() - start_s)
 
 
 def _newest_checkpoint(config: TrainConfig) -> Path | None:

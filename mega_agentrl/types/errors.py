@@ -33,9 +33,9 @@ class RankLostError(RuntimeError):
 
 
 class AuxiliaryModelLostError(RuntimeError):
-    """A rank of the critic or of the reward model died or hangs, which ends the process.
+    """A rank of the critic or of the reward model died or hangs, so that the model is unusable.
 
-    The settings are not at fault: a restarted run continues from its last checkpoint.
+    The settings are not at fault: the run continues from its last checkpoint.
     """
 
 

@@ -364,6 +364,9 @@ class Critic(Protocol):
     def reset(self) -> None:
         """Restore the initial weights and optimizer; does nothing if they are unchanged."""
 
+    def restart_if_lost(self) -> None:
+        """Restart all ranks from the initial weights if one of them was lost."""
+
     def close(self) -> None:
         """Stop every rank; safe to call twice."""
 
@@ -373,6 +376,9 @@ class RewardModel(Protocol):
 
     def compute_scores(self, batch: TrainBatch) -> Any:
         """Return [B] float32 scores; `reward_B` does not change."""
+
+    def restart_if_lost(self) -> None:
+        """Restart all ranks if one of them was lost."""
 
     def close(self) -> None:
         """Stop every rank; safe to call twice."""

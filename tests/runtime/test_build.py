@@ -11,7 +11,11 @@ import pytest
 from mega_agentrl.report.start_progress import StartProgress
 from mega_agentrl.runtime import build as module
 from mega_agentrl.runtime.inputs import read_inputs
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, ProcessDiedError
+from mega_agentrl.runtime.remote_calls import (
+    ModelRankDiedError,
+    PolicyRankDiedError,
+    ProcessDiedError,
+)
 from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
 from mega_agentrl.tool.toolkit import ToolKit
 
@@ -160,12 +164,14 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
 
     def coordinate(*parts):
         coordinated.append(parts)
-        return RecordingGroup([], "coordinator")
+        coordinator = RecordingGroup([], "coordinator")
+        coordinator.connect = lambda: traffic
+        return coordinator
 
     groups = RecordingGroup([], "policy"), RecordingGroup([], "engines")
     groups[0].kernels = lambda: "attention torch"
     traffic = SimpleNamespace(summary=lambda: "0 bytes")
-    weight_sync = SimpleNamespace(connect=lambda engines: traffic)
+    weight_sync = object()
     monkeypatch.setattr(module, "_launch_colocated", lambda *_: groups)
     monkeypatch.setattr(module, "_launch_disaggregated", lambda *_: groups)
     monkeypatch.setattr(module, "WeightSynchronizer", lambda *_, **__: weight_sync)
@@ -179,29 +185,47 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
     assert "the policy computes with: attention torch" in capsys.readouterr().out
 
 
-class FlakyPolicy:
-    """A policy whose ranks die in its first `num_deaths` starts."""
+class FlakyRanks:
+    """A model whose ranks die in its first `num_deaths` calls."""
 
-    def __init__(self, num_deaths):
+    model_name = "policy"
+
+    def __init__(self, num_deaths, error=None):
         self.num_deaths, self.calls = num_deaths, []
+        self.error = error or PolicyRankDiedError("policy rank 0 died")
 
     def start(self, name="start"):
         self.calls.append(name)
         if len(self.calls) <= self.num_deaths:
-            raise PolicyRankDiedError("policy rank 0 died")
+            raise self.error
 
     def restart(self):
         self.start("restart")
 
+    def connect(self):
+        self.start("connect")
 
-def test_policy_start_is_retried_once_after_a_rank_death():
-    healthy, flaky, broken = map(FlakyPolicy, range(3))
-    module._start_policy(healthy)
-    module._start_policy(flaky)
+
+def test_start_of_a_models_ranks_is_retried_once_after_a_death():
+    healthy, flaky, broken = map(FlakyRanks, range(3))
+    critic = FlakyRanks(1, ModelRankDiedError("critic rank 0 died", "critic rank 0"))
+    for ranks in (healthy, flaky, critic):
+        module._start_ranks(ranks)
     with pytest.raises(PolicyRankDiedError):
-        module._start_policy(broken)
+        module._start_ranks(broken)
     assert healthy.calls == ["start"]
-    assert flaky.calls == broken.calls == ["start", "restart"]
+    assert flaky.calls == critic.calls == broken.calls == ["start", "restart"]
+
+
+def test_policy_whose_rank_dies_while_the_first_link_opens_is_restarted_once():
+    healthy, flaky, broken = map(FlakyRanks, range(3))
+    module._connect(healthy)
+    module._connect(flaky)
+    with pytest.raises(PolicyRankDiedError):
+        module._connect(broken)
+    assert healthy.calls == ["connect"]
+    assert flaky.calls == ["connect", "restart", "connect"]
+    assert broken.calls == ["connect", "restart"]
 
 
 class FlakyEngines:
@@ -223,14 +247,16 @@ class FlakyEngines:
         self.routable_engines.append(index)
 
 
-def test_engine_start_is_retried_once_after_a_death():
+def test_each_engine_that_dies_in_its_start_is_started_once_more():
     starting = {"engine 0": "first", "engine 1": "first"}
-    healthy, flaky = FlakyEngines(), FlakyEngines("engine 1")
-    module._wait_for_engines(healthy, starting)
-    module._wait_for_engines(flaky, starting)
+    healthy, flaky, all_flaky = FlakyEngines(), FlakyEngines("engine 1"), FlakyEngines(*starting)
+    for engines in (healthy, flaky, all_flaky):
+        module._wait_for_engines(engines, starting)
     with pytest.raises(ProcessDiedError) as caught:
-        module._wait_for_engines(FlakyEngines("engine 1", "engine 0"), starting)
-    assert caught.value.process_name == "engine 0"
+        module._wait_for_engines(FlakyEngines("engine 1", "engine 0", "engine 1"), starting)
+    assert caught.value.process_name == "engine 1"
     assert (healthy.waits, healthy.routable_engines) == ([starting], [])
     assert flaky.waits == [starting, {"engine 0": "first", "engine 1": "again"}]
     assert flaky.routable_engines == [1]
+    assert all_flaky.waits[-1] == {"engine 0": "again", "engine 1": "again"}
+    assert all_flaky.routable_engines == [0, 1]

@@ -2,17 +2,21 @@
 
 import os
 import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import ray
 
 from mega_agentrl.runtime.remote_calls import (
+    RAY_MEMORY_KILLS,
     ProcessDiedError,
     RemoteCallError,
     gather,
     gather_with_causes,
     redirect_output,
+    translate_call_errors,
 )
 
 WAIT_S = 500.0
@@ -104,3 +108,45 @@ def test_output_of_the_process_and_its_children_goes_to_the_file(tmp_path):
             os.dup2(descriptor, number)
             os.close(descriptor)
     assert path.read_text() == "output\nerror\nchild\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ray.exceptions.OutOfMemoryError("1 worker(s) were killed\n3 pages of numbers"),
+        ray.exceptions.NodeDiedError("node 3"),
+        ray.exceptions.ActorDiedError(),
+        ray.exceptions.WorkerCrashedError(),
+    ],
+    ids=["memory", "node", "actor", "worker"],
+)
+def test_process_is_dead_whatever_ray_calls_its_death(error):
+    while not RAY_MEMORY_KILLS.empty():
+        RAY_MEMORY_KILLS.get()
+    with pytest.raises(ProcessDiedError) as caught, translate_call_errors("update", "rank 1"):
+        raise error
+    assert (caught.value.operation, caught.value.process_name) == ("update", "rank 1")
+    is_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
+    assert RAY_MEMORY_KILLS.qsize() == is_memory
+    assert ("killed by Ray's memory monitor" in str(caught.value)) is is_memory
+    assert "\n" not in str(caught.value)
+
+
+def test_every_other_error_of_ray_is_that_of_the_call():
+    with pytest.raises(RemoteCallError) as caught, translate_call_errors("update", "rank 1"):
+        raise ray.exceptions.ObjectLostError("ab" * 28, None, "")
+    assert (caught.value.operation, caught.value.processes) == ("update", ("rank 1",))
+    assert not isinstance(caught.value, ProcessDiedError)
+
+
+@pytest.mark.extended
+def test_rank_that_rays_memory_monitor_kills_is_named_with_the_use_of_the_run(tmp_path):
+    """In a process of its own, because Ray reads the threshold when it starts."""
+    script = Path(__file__).with_name("memory_monitor_kills.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["PolicyRankDiedError policy rank 0"]
+    (line,) = [line for line in result.stderr.splitlines() if "for lack of memory" in line]
+    assert "killed by Ray's memory monitor for lack of memory: policy rank 0. " in line
+    assert "driver 0." in line and "Lower" in line

@@ -152,8 +152,9 @@ class LearningPolicy(FilePolicy):
         self._moments.pass_by("export_hf")
 
     def restart(self):
-        self.weight = self.reference = 0.5
         self.num_restarts += 1
+        self._moments.pass_by("restart")
+        self.weight = self.reference = 0.5
 
 
 class LearningCritic(FilePolicy):
@@ -162,6 +163,7 @@ class LearningCritic(FilePolicy):
     def __init__(self, moments):
         super().__init__(0.25)
         self._moments = moments
+        self.num_restarts = 0
 
     def compute_values(self, batch):
         return batch.with_fields(value_BT=torch.full(batch.response_BT.shape, self.weight))
@@ -184,6 +186,10 @@ class LearningCritic(FilePolicy):
         self._moments.pass_by("critic saved")
 
     def reset(self):
+        self.weight = 0.25
+
+    def restart_if_lost(self):
+        self.num_restarts += 1
         self.weight = 0.25
 
 

@@ -15,8 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-import ray.exceptions
-
+from mega_agentrl.runtime.remote_calls import DEATH_ERRORS, describe_death
 from mega_agentrl.sandbox.client import SandboxLostError
 
 
@@ -97,10 +96,8 @@ class HostClient:
         error = answer.exception()
         if error is None:
             call.set_result(answer.result())
-        elif isinstance(error, ray.exceptions.RayActorError):
-            reason = (
-                f"{method}: {self.name} died; its log file under logs/ in the run folder says why"
-            )
+        elif isinstance(error, DEATH_ERRORS):
+            reason = f"{method}: {describe_death(self.name, error)}"
             # At once: the supervisor may notice only after the caller has tried again.
             self.mark_lost(reason)
             call.set_exception(SandboxLostError(reason, may_have_run=True))

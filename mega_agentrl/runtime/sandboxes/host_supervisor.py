@@ -25,7 +25,13 @@ import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mega_agentrl.runtime.remote_calls import POLL_INTERVAL_S, RemoteCallError, gather
+from mega_agentrl.runtime.remote_calls import (
+    DEATH_ERRORS,
+    POLL_INTERVAL_S,
+    RemoteCallError,
+    describe_death,
+    gather,
+)
 from mega_agentrl.runtime.sandboxes.host_actor import SandboxHostActor
 from mega_agentrl.runtime.sandboxes.host_client import HostClient
 from mega_agentrl.sandbox.client import SandboxLostError
@@ -273,7 +279,6 @@ class HostSupervisor:
 
     def _monitor_host(self, client: HostClient) -> str:
         """Ping the host until it is lost; return the reason."""
-        death_message = f"{client.name} died; its log file under logs/ in the run folder says why"
         liveness = LivenessTracker[str]()
         try:
             death = client.actor.wait_for_death.remote()
@@ -285,13 +290,13 @@ class HostSupervisor:
                     liveness.begin_round()
                     if liveness.seconds_since_heartbeat(client.name) > self._timeout_s:
                         return f"{client.name} did not answer for {self._timeout_s:g} s"
-                if death in ready:
-                    return death_message
-                client.num_replaced = ray.get(ping)
-                if client.is_lost or ray.wait([death], timeout=_PING_INTERVAL_S)[0]:
-                    return death_message
-        except ray.exceptions.RayActorError:
-            return death_message
+                if death not in ready:
+                    client.num_replaced = ray.get(ping)
+                    ready = ray.wait([death], timeout=0 if client.is_lost else _PING_INTERVAL_S)[0]
+                if death in ready or client.is_lost:
+                    ray.get(death, timeout=_PING_INTERVAL_S)  # raises
+        except DEATH_ERRORS as error:
+            return describe_death(client.name, error)
         except ray.exceptions.RayError as error:
             return f"{client.name}: its ping failed: {error}"
 

@@ -2,7 +2,7 @@
 
 Both have the policy's parallel layout (`parallel`), but ranks and, on GPUs, devices of their own.
 Every rank receives the rows of its data rank (`batch_sender`). If a rank is dead or hangs, calls
-raise `AuxiliaryModelLostError`.
+raise `AuxiliaryModelLostError`, until `restart_if_lost` has started all ranks again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from mega_agentrl.algo.value_loss import explained_variance
 from mega_agentrl.batch.packed_rows import CRITIC_TARGETS, unpack_scores
+from mega_agentrl.runtime.remote_calls import ModelRankDiedError, RemoteCallError
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
 
@@ -38,6 +39,25 @@ class AuxiliaryActor(RankActor):
 
 class AuxiliaryGroup(RankGroup):
     """All ranks of a critic or a reward model."""
+
+    _is_lost = False
+    """Whether a rank died or hangs, so that the remaining ranks are unusable."""
+
+    def diagnose(self, error: RemoteCallError) -> Exception:
+        """Return a `ModelRankDiedError` if a rank is dead or silent, else the error."""
+        found = super().diagnose(error)
+        self._is_lost |= isinstance(found, ModelRankDiedError)
+        return found
+
+    def restart(self) -> None:
+        """Kill the remaining ranks and start all of them again from the initial state."""
+        super().restart()
+        self._is_lost = False
+
+    def restart_if_lost(self) -> None:
+        """Restart all ranks from the initial state if one of them was lost."""
+        if self._is_lost:
+            self.restart()
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all ranks and wait; return the results in rank order."""
@@ -109,7 +129,11 @@ class CriticGroup(AuxiliaryGroup):
         """Return to the initial state, by restarting the processes if they were changed."""
         if not self._is_initial_state:
             self.restart()
-            self._is_initial_state = True
+
+    def restart(self) -> None:
+        """Kill the remaining ranks and start all of them again from the initial state."""
+        super().restart()
+        self._is_initial_state = True
 
 
 class RewardModelActor(AuxiliaryActor):

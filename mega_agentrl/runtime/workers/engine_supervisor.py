@@ -26,7 +26,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 import ray.exceptions
 
-from mega_agentrl.runtime.remote_calls import PolicyRankDiedError, RemoteCallError
+from mega_agentrl.runtime.remote_calls import (
+    DEATH_ERRORS,
+    PolicyRankDiedError,
+    RemoteCallError,
+    describe_death,
+)
 from mega_agentrl.types.errors import EngineLostError
 from mega_agentrl.types.liveness import LivenessTracker
 
@@ -83,8 +88,8 @@ def _death_reason(index: int, answered_check: Any) -> str:
     """Return how an engine died according to its answer; empty if it lives."""
     try:
         ray.get(answered_check)
-    except ray.exceptions.RayActorError:
-        return f"its process died; see logs/engine{index}.log"
+    except DEATH_ERRORS as error:
+        return f"{describe_death(f'engine {index}', error)} (logs/engine{index}.log)"
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, EngineLostError):
             return str(error.cause)

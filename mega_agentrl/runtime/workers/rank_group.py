@@ -18,6 +18,7 @@ from mega_agentrl.runtime.free_port import free_port
 from mega_agentrl.runtime.gloo_interface import use_interface_of
 from mega_agentrl.runtime.heartbeat import HeartbeatMonitor, HeartbeatSender
 from mega_agentrl.runtime.remote_calls import (
+    DEATH_ERRORS,
     ModelRankDiedError,
     ProcessDiedError,
     RemoteCallError,
@@ -257,7 +258,7 @@ class RankGroup:
         for call in ready:
             try:
                 ray.get(call)
-            except ray.exceptions.RayActorError:
+            except DEATH_ERRORS:
                 dead.append(calls[call])
         return sorted(dead)
 

@@ -42,6 +42,13 @@ def test_values_are_assembled_and_a_dead_rank_is_named(fake_ranks):
     found = group.diagnose(failed)
     assert isinstance(found, AuxiliaryModelLostError)
     assert (found.operation, found.process_name) == ("critic update", "critic rank 1")
+    restarts = []
+    group._relaunch = lambda: restarts.append("relaunch")
+    group.start = lambda: restarts.append("start")
+    group._actors = []  # the other ranks are shared with other tests
+    group.restart_if_lost()
+    group.restart_if_lost()
+    assert restarts == ["relaunch", "start"]
 
 
 def test_resetting_an_untrained_critic_does_nothing():

@@ -319,3 +319,13 @@ def test_replace_lost_engines_waits_for_the_replacement(supervised, processes):
     assert engines.routable_engines == [1]
     assert supervisor.replace_lost_engines(0), "one that was replaced before the call counts"
     assert not supervisor.replace_lost_engines(1)
+
+
+def test_engine_that_rays_memory_monitor_killed_is_lost(monkeypatch):
+    """Its health check raises no `RayActorError`."""
+
+    def get(_):
+        raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed")
+
+    monkeypatch.setattr(module.ray, "get", get)
+    assert "engine 3 was killed by Ray's memory monitor" in module._death_reason(3, object())

@@ -12,7 +12,7 @@ from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.resume.restore import restore
 from mega_agentrl.train.signals import RunInterrupted, SignalHandler
 from mega_agentrl.train.trainer import MAX_FAILURES_WITHOUT_PROGRESS
-from mega_agentrl.types.errors import RankLostError
+from mega_agentrl.types.errors import AuxiliaryModelLostError, RankLostError
 from tests.config.refusals import refused
 from tests.train.file_policy import WEIGHT
 from tests.train.interruptible_run import (
@@ -239,7 +239,7 @@ def lose():
 @pytest.mark.parametrize(
     ("warm", "critic"),
     [
-        (False, False),
+        pytest.param(False, False, marks=pytest.mark.extended),
         pytest.param(True, True, marks=pytest.mark.extended),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
@@ -263,6 +263,41 @@ def test_a_policy_lost_at_any_moment_leaves_a_run_that_ends_as_if_undisturbed(
         assert components.policy.num_restarts == 1
         found = outcome(settings, components)
         assert found == expected, f"lost at moment {at}, {moments.names[at]}"
+
+
+def test_a_critic_lost_at_its_first_or_last_update_leaves_a_run_that_ends_as_if_undisturbed(
+    config, tmp_path
+):
+    def lose_critic():
+        raise AuxiliaryModelLostError("critic rank 0 died")
+
+    make = partial(interruptible_config, config, warm=False, ares=False, critic=True)
+    components = start(make(tmp_path / "whole"), moments := Moments())
+    assert components.critic.num_restarts == 0
+    expected = outcome(make(tmp_path / "whole"), components)
+    for number in (1, moments.names.count("critic")):
+        settings = make(tmp_path / f"lost-{number}")
+        components = start(settings, Moments(("critic", number), lose_critic))
+        assert (components.policy.num_restarts, components.critic.num_restarts) == (1, 1)
+        assert outcome(settings, components) == expected
+
+
+def test_a_policy_that_dies_again_in_its_restart_is_restarted_again(config, tmp_path):
+    """As in an update whose weights do not fit into memory beside those of the engines."""
+
+    def act(name):
+        moments.names.append(name)
+        if name in ("sync", "restart") and moments.names.count(name) == 1:
+            lose()
+
+    make = partial(interruptible_config, config, warm=False, ares=False)
+    expected = outcome(make(tmp_path / "whole"), start(make(tmp_path / "whole"), Moments()))
+    moments = Moments()
+    moments.pass_by = act
+    settings = make(tmp_path / "lost")
+    components = start(settings, moments)
+    assert components.policy.num_restarts == 2
+    assert outcome(settings, components) == expected
 
 
 def test_a_policy_that_always_dies_at_the_same_place_is_given_up(config, tmp_path, capsys):
