@@ -22,6 +22,12 @@ _ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "mega_agentrl"
 _MIB = 1 << 20
 _REMOVE_DEADLINE_S = 2.0
+_TCP_SHARE = 4
+"""Part of the memory limit that buffers of sockets may take in version 1, which counts them apart.
+
+Without a limit of their own they are no part of the group's memory, and a few hundred connections
+over loopback fill `net.ipv4.tcp_mem`, which all connections of the machine share.
+"""
 _group_counter = itertools.count()
 _pending_removal: list[Path] = []
 """Folders of this process that still held a process when `Cgroup.close` timed out."""
@@ -43,6 +49,17 @@ class Cgroup:
         """Whether the total memory of the group's processes is limited."""
         names = ("memory.max", "memory.limit_in_bytes")
         return any((folder / name).exists() for folder in self._folders for name in names)
+
+    @property
+    def num_oom_kills(self) -> int:
+        """How many of the group's processes the kernel has killed for memory; 0 without a group."""
+        for folder in self._folders:
+            for name in ("memory.events", "memory.oom_control"):
+                with contextlib.suppress(OSError):
+                    words = (folder / name).read_text(encoding="ascii").split()
+                    if "oom_kill" in words:
+                        return int(words[words.index("oom_kill") + 1])
+        return 0
 
     def add(self, pid: int) -> None:
         """Move a process into the group, and read back that it is there.
@@ -93,7 +110,11 @@ def create_cgroup(*, memory_mib: int, num_processes: int) -> Cgroup:
             return Cgroup([folder])
     folders = []
     version_1 = {
-        "memory": {"memory.limit_in_bytes": memory_mib * _MIB, "memory.swappiness": 0},
+        "memory": {
+            "memory.limit_in_bytes": memory_mib * _MIB,
+            "memory.swappiness": 0,
+            "memory.kmem.tcp.limit_in_bytes": memory_mib * _MIB // _TCP_SHARE,
+        },
         "pids": {"pids.max": num_processes},
     }
     for controller, values in version_1.items():
@@ -156,7 +177,8 @@ def _create_folder(folder: Path, values: dict[str, int], *, needed: tuple[str, .
         if all((folder / name).exists() for name in needed):
             for name, value in values.items():
                 if (folder / name).exists():
-                    (folder / name).write_text(str(value), encoding="ascii")
+                    with contextlib.suppress(*() if name in needed else (OSError,)):
+                        (folder / name).write_text(str(value), encoding="ascii")
             return folder
     except OSError:
         pass

@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -47,6 +48,9 @@ Longer than the deadlines of the guest for that (`guest.processes.STOP_TIMEOUT_S
 _FORK_TIMEOUT_S = 120.0
 """Time for a fork; longer than the deadlines of `guest.interpreter_manager` for its steps."""
 
+_END_S = 1.0
+"""Time in which a sandbox that was killed ends. A session whose channel broke waits as long."""
+
 _NUM_GUEST_PROCESSES = 32
 """Processes of a cgroup beside those that one interpreter may start: supervisor, helpers, forks."""
 
@@ -56,11 +60,13 @@ class SandboxLostError(RuntimeError):
 
     Attributes:
         may_have_run: Whether the code may have run, so that the call must not be repeated.
+        num_oom_kills: How many processes of a sandbox without sessions were killed for memory.
     """
 
-    def __init__(self, message: str, *, may_have_run: bool) -> None:
+    def __init__(self, message: str, *, may_have_run: bool, num_oom_kills: int = 0) -> None:
         super().__init__(message)
         self.may_have_run = may_have_run
+        self.num_oom_kills = num_oom_kills
 
 
 class RequestRefusedError(RuntimeError):
@@ -79,6 +85,11 @@ class SandboxResult:
     """Time from sending the code to the reply; waiting for a free sandbox is not included."""
     state_lost: bool = False
     """Whether the state of a session's earlier calls was lost before this call began."""
+    is_alive: bool = True
+    """Whether the state of a session outlived this call."""
+    num_oom_kills: int = 0
+    """Processes that were killed for memory since the session's call before, if the call failed;
+    those of the session's forks count too."""
 
 
 ReadOutcome = Callable[[dict[str, Any], float], tuple[ToolStatus, str]]
@@ -210,7 +221,11 @@ class GuestConnection:
         status, output = self._read_outcome(reply, timeout_s)
         latency_s = time.monotonic() - start_time
         return SandboxResult(
-            status=status, output=output, latency_s=latency_s, state_lost=reply["state_lost"]
+            status=status,
+            output=output,
+            latency_s=latency_s,
+            state_lost=reply["state_lost"],
+            is_alive=reply["alive"],
         )
 
     def send_cancel(self, call_id: int) -> None:
@@ -371,6 +386,14 @@ class Sandbox:
             os.close(pidfd)
         return connection, cgroup
 
+    def has_ended(self) -> bool:
+        """Return whether the whole sandbox has ended, or ends at this moment."""
+        try:
+            self._child.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def kill(self) -> None:
         """Kill the sandbox and everything in it. Safe to call twice and from any thread."""
         kill_child(self._child)
@@ -385,9 +408,10 @@ class Sandbox:
         """Close the sandbox; return `error` with the end of the sandbox's log appended."""
         self.kill()
         log_tail = "" if self._log.closed else read_log_tail(self._log, 2000)
+        num_oom_kills = self._cgroup.num_oom_kills if self._cgroup else 0
         self.close()
         text = f"sandbox lost: {error}" + (f"; it wrote: {log_tail}" if log_tail else "")
-        return SandboxLostError(text, may_have_run=error.may_have_run)
+        return SandboxLostError(text, may_have_run=error.may_have_run, num_oom_kills=num_oom_kills)
 
     def _command(self) -> list[str]:
         text = self._settings.to_json()

@@ -226,6 +226,11 @@ class SandboxedProcess:
         """Exit code, or 128 plus the number of a signal; None while the command runs."""
         return self._exit.result() if self._exit.done() else None
 
+    @property
+    def num_oom_kills(self) -> int:
+        """How many of its processes were killed for memory; 0 while the command runs."""
+        return self._launched.num_oom_kills
+
     def stderr_tail(self) -> str:
         """Return the end of what the command wrote to its standard error."""
         return self._stderr.text()
@@ -306,6 +311,8 @@ class _Launched:
         self._release_lock = threading.Lock()
         self.has_connected_pipes = False
         """Whether the event loop closes the pipes."""
+        self.num_oom_kills = 0
+        """Processes that were killed for memory, once the command has been released."""
 
     def take_status_fd(self) -> int:
         """Return the read end of the status pipe, which the caller closes."""
@@ -342,6 +349,7 @@ class _Launched:
                     pipe.close()
             if self._status_fd >= 0:
                 os.close(self.take_status_fd())
+            self.num_oom_kills = max(self.num_oom_kills, self._cgroup.num_oom_kills)
             self._cgroup.close()
             if self._uid_lease is not None:
                 self._uid_lease.close()

@@ -11,7 +11,9 @@ namespaces (processes, files, network, IPC) and, where control groups are availa
 so that a session that is killed, lies or exhausts its limits does not affect the others.
 
 A sandbox that dies or does not answer is replaced when the next call needs one. Its call is
-repeated once, and only if the code certainly did not run.
+repeated once, and only if the code certainly did not run. If processes of a stateless sandbox were
+killed for memory when it died, the code of its call has caused that; `session` has the rules for
+sessions.
 """
 
 from __future__ import annotations
@@ -37,9 +39,15 @@ from mega_agentrl.sandbox.client import (
 )
 from mega_agentrl.sandbox.guest.settings import GuestSettings
 from mega_agentrl.sandbox.isolation import check_isolation
-from mega_agentrl.sandbox.session import SandboxSession, SessionGroup, infra_error_result
+from mega_agentrl.sandbox.session import (
+    SandboxSession,
+    SessionGroup,
+    infra_error_result,
+    oom_note,
+)
 from mega_agentrl.sandbox.syscall_filter import seccomp_filter_base64
 from mega_agentrl.sandbox.uid_lease import lease_uid
+from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -210,6 +218,8 @@ class SandboxPool:
                 return infra_error_result(str(error))
             except SandboxLostError as error:
                 last_error = str(error)
+                if error.num_oom_kills and error.may_have_run:
+                    return _memory_result(error)
                 if error.may_have_run:
                     break
         return infra_error_result(last_error)
@@ -301,6 +311,18 @@ class SandboxPool:
         with self._lock:
             self._sandboxes.discard(sandbox)
             self._num_replaced += 1
+
+
+def _memory_result(error: SandboxLostError) -> SandboxResult:
+    """Return the result of a call whose sandbox was lost because the code took all its memory."""
+    number = error.num_oom_kills
+    _logger.info("%s: %s", error, oom_note(number))
+    return SandboxResult(
+        status=ToolStatus.user_error,
+        output=f"[{oom_note(number)}.]",
+        latency_s=0.0,
+        num_oom_kills=number,
+    )
 
 
 def check_machine() -> None:

@@ -3,11 +3,13 @@
 It is a deny list, because an allow list would have to follow every library that the policy may
 import. Like the filters of Docker, Flatpak and bubblewrap's examples, it denies with EPERM: mounts
 and namespaces, tracing and other processes' memory, keys, BPF, performance counters, io_uring,
-modules, clocks, accounting, inotify (its instances count per user) and unusual families and types
-of sockets. The interpreter adds a second filter against passing descriptors
-(`guest.syscalls.deny_sendmsg`). clone3 returns ENOSYS, so that the C library falls back to clone,
-whose flags a filter can inspect. System calls above `_MAX_KNOWN_SYSCALL` and calls of a foreign
-architecture return ENOSYS. The limits of processes and CPU time cannot be changed.
+modules, clocks, accounting, inotify (its instances count per user), contexts of asynchronous I/O
+(they count for the whole machine) and unusual families and types of sockets. The interpreter adds a
+second filter against passing descriptors (`guest.syscalls.deny_sendmsg`). clone3 returns ENOSYS, so
+that the C library falls back to clone, whose flags a filter can inspect. System calls above
+`_MAX_KNOWN_SYSCALL` and calls of a foreign architecture return ENOSYS. The limits of processes and
+CPU time cannot be changed, and, where process 1 is ours, neither can its limits and priorities,
+which later calls would inherit.
 
 In a stateful sandbox the kernel asks the supervisor about a clone with namespace flags or
 CLONE_UNTRACED (`guest.interpreter_manager`); in a stateless one it is denied.
@@ -46,7 +48,7 @@ DENIED_SYSCALLS = (
     *("delete_module", "swapon", "swapoff", "reboot", "acct", "settimeofday", "clock_settime"),
     *("clock_adjtime", "adjtimex", "stime", "open_by_handle_at", "name_to_handle_at"),
     *("fanotify_init", "sethostname", "setdomainname", "syslog", "vhangup", "nfsservctl"),
-    *("inotify_init", "inotify_init1"),
+    *("inotify_init", "inotify_init1", "io_setup"),
     *("iopl", "ioperm", "modify_ldt", "_sysctl", "uselib", "ustat", "sysfs"),
     *("mbind", "set_mempolicy", "migrate_pages", "move_pages", "set_mempolicy_home_node"),
 )
@@ -55,10 +57,19 @@ _ALLOWED_SOCKET_TYPES = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_SEQP
 _SOCKET_TYPE_MASK = 0xF
 _LOCKED_LIMITS = (resource.RLIMIT_NPROC, resource.RLIMIT_CPU)
 
+_PRIORITY_CALLS = {"setpriority": (0, 1, 2), "ioprio_set": (1, 2, 3)}
+"""Calls that set priorities, with their numbers for a process, a process group and a user."""
+_SCHEDULING_CALLS = ("sched_setscheduler", "sched_setparam", "sched_setattr", "sched_setaffinity")
+
 
 @cache
-def build_seccomp_filter(*, stateful: bool) -> bytes:
+def build_seccomp_filter(*, stateful: bool, protects_process_1: bool = False) -> bytes:
     """Return the filter as a BPF program, 8 bytes per instruction.
+
+    Args:
+        stateful: Whether the kernel asks about a clone with namespace flags.
+        protects_process_1: Whether limits and priorities of process 1 cannot be changed, because it
+            runs no code of the policy.
 
     Raises:
         ValueError: libseccomp is missing or the machine's architecture is not supported.
@@ -90,6 +101,8 @@ def build_seccomp_filter(*, stateful: bool) -> bytes:
                 clone_action, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag)
             )
     _add_argument_rules(seccomp_filter, seccomp, deny_action)
+    if protects_process_1:
+        _add_process_1_rules(seccomp_filter, seccomp, deny_action)
     with tempfile.TemporaryFile() as file:
         seccomp_filter.export_bpf(file)
         file.seek(0)
@@ -126,6 +139,20 @@ def _add_argument_rules(seccomp_filter: Any, seccomp: Any, deny_action: int) -> 
         )
 
 
+def _add_process_1_rules(seccomp_filter: Any, seccomp: Any, deny_action: int) -> None:
+    def equals(argument: int, value: int) -> Any:
+        return seccomp.Arg(argument, seccomp.MASKED_EQ, _INT_MASK, value)
+
+    changes = seccomp.Arg(2, seccomp.NE, 0)
+    seccomp_filter.add_rule(deny_action, "prlimit64", equals(0, 1), changes)
+    for call in _SCHEDULING_CALLS:
+        seccomp_filter.add_rule(deny_action, call, equals(0, 1))
+    for call, (process, group, user) in _PRIORITY_CALLS.items():
+        for kind in (process, group):
+            seccomp_filter.add_rule(deny_action, call, equals(0, kind), equals(1, 1))
+        seccomp_filter.add_rule(deny_action, call, equals(0, user))
+
+
 def _unknown_syscall_prologue() -> bytes:
     """Return instructions to put before libseccomp's, which return ENOSYS for newer calls."""
     return_action = 0x00050000 | errno.ENOSYS
@@ -138,6 +165,7 @@ def _unknown_syscall_prologue() -> bytes:
     )
 
 
-def seccomp_filter_base64(*, stateful: bool) -> str:
+def seccomp_filter_base64(*, stateful: bool, protects_process_1: bool = False) -> str:
     """Return `build_seccomp_filter` as base64 text."""
-    return base64.b64encode(build_seccomp_filter(stateful=stateful)).decode("ascii")
+    program = build_seccomp_filter(stateful=stateful, protects_process_1=protects_process_1)
+    return base64.b64encode(program).decode("ascii")

@@ -119,7 +119,11 @@ class PythonTool(Tool):
         return ToolResponse(
             text=result.output or EMPTY_OUTPUT_MESSAGE,
             status=result.status,
-            metrics={"run_s": result.latency_s, "state_lost": float(result.state_lost)},
+            metrics={
+                "run_s": result.latency_s,
+                "state_lost": float(result.state_lost),
+                "oom_kills": float(result.num_oom_kills),
+            },
         )
 
     async def fork(self, state: InterpreterSession | None) -> InterpreterSession | None:

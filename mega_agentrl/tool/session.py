@@ -159,9 +159,10 @@ class TrajectoryToolSession:
             async with asyncio.timeout(self._limits.queue_timeout_s):
                 await lock.acquire()
         except TimeoutError:
+            # The policy has made the earlier call, and chooses how long it runs.
             text = f"an earlier call was not done within {self._limits.queue_timeout_s:g} s"
             return _outcome_without_run(
-                tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_timeout_s
+                tool, text, ToolStatus.timeout, queue_s=self._limits.queue_timeout_s
             )
         try:
             return await self._run_limited(registered, checked_arguments, arrival_time)

@@ -6,8 +6,8 @@ what the command has written to stdout and stderr.
 
 The reward command decides whether the work is done: exit code 0 gives the reward 1.0, any other one
 or a timeout 0.0. It runs in a new shell, after all other processes of the workspace have been
-ended. If the workspace is lost, or the setup command of a new one fails, the trajectory counts as
-failed.
+ended. A workspace that the policy has lost (`sandbox.session`) gives 0.0. If it is lost otherwise,
+or the setup command of a new one fails, the trajectory counts as failed.
 
 With the tag protocol the text of a `bash` call is the command, and that of an `edit` call a JSON
 object::
@@ -35,8 +35,12 @@ if TYPE_CHECKING:
 
 EMPTY_OUTPUT_MESSAGE = "[no output]"
 
-_LIFECYCLE_GRACE_S = 30.0
-"""Time to open, fork and release a workspace, on top of the setup or reward command."""
+_LIFECYCLE_GRACE_S = 600.0
+"""Time to open, fork and release a workspace, on top of the setup or reward command.
+
+It includes the wait for a worker, and for a call that the pool gives up itself: no policy can keep
+the workers so busy, or its own workspace, that the reward of a trajectory is a failure instead.
+"""
 
 _COMMAND_KEYS = ("setup_command", "reward_command")
 _NEEDED_ARGUMENTS = {"view": (), "create": ("text",), "replace": ("old", "new")}
@@ -86,7 +90,8 @@ class WorkspaceTool(Tool):
         reward_command = kwargs.get("reward_command") or self._config.reward_command
         session = await self._pool.open()
         try:
-            result = await session.run(setup, self._config.reward_timeout_s) if setup else None
+            timeout_s = self._config.reward_timeout_s
+            result = await session.set_up(setup, timeout_s) if setup else None
         except BaseException:
             session.close_now()
             raise
@@ -202,5 +207,5 @@ def _to_response(result: SandboxResult) -> ToolResponse:
     return ToolResponse(
         text=result.output or EMPTY_OUTPUT_MESSAGE,
         status=result.status,
-        metrics={"run_s": result.latency_s},
+        metrics={"run_s": result.latency_s, "oom_kills": float(result.num_oom_kills)},
     )

@@ -1,6 +1,7 @@
 """Control groups: limits that bind, nothing left behind, and version 2 on a fake tree."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,18 @@ def test_limits_bind_and_the_group_goes(group):
     group.close()
     group.close()
     assert not any(folder.exists() for folder in folders)
+
+
+def test_processes_killed_for_memory_are_counted(group):
+    if not group.limits_memory:
+        pytest.skip("no control group limits memory here")
+    assert group.num_oom_kills == 0
+    script = "read go; exec dd if=/dev/zero of=/dev/null bs=100M count=1"
+    with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as child:
+        group.add(child.pid)
+        child.communicate(b"go\n", timeout=120)
+    assert child.returncode == -signal.SIGKILL
+    assert group.num_oom_kills == 1
 
 
 def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypatch):
@@ -85,6 +98,7 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
         real_mkdir(path, *rest, **more)
         for name in ("memory.max", "pids.max", "memory.swap.max", "cgroup.procs"):
             (path / name).touch()
+        (path / "memory.events").write_text("low 0\noom 4\noom_kill 3\n", encoding="ascii")
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     made = create_cgroup(memory_mib=3, num_processes=9)
@@ -93,6 +107,7 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
     assert folder.parent == tmp_path
     assert (folder / "memory.max").read_text(encoding="ascii") == str(3 << 20)
     assert (folder / "pids.max").read_text(encoding="ascii") == "9"
+    assert made.num_oom_kills == 3
 
 
 def test_none_where_nothing_can_be_written(monkeypatch, tmp_path):

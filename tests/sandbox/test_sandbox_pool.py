@@ -159,6 +159,20 @@ async def test_lost_sandbox_is_replaced_and_runs_nothing_twice(pool):
     assert await is_healthy(pool)
 
 
+async def test_a_sandbox_lost_for_memory_is_an_error_of_its_call(monkeypatch):
+    """The code can take all memory of a stateless sandbox, where it is alone."""
+    async with running_pool() as pool:
+        monkeypatch.setattr(cgroup.Cgroup, "num_oom_kills", 2)  # as the kernel counts
+        code, name = named("import time; time.sleep(600)")
+        running = asyncio.create_task(pool.run(code, 600))
+        await asyncio.to_thread(wait_until_running, name)
+        (sandbox,) = pool._sandboxes
+        os.kill(sandbox.pid, signal.SIGKILL)
+        result = await running
+        assert (result.status, result.num_oom_kills) == (ToolStatus.user_error, 2)
+        assert (await pool.run("print(1)")).output == "1"
+
+
 async def test_no_error_of_a_call_leaks_its_sandbox(monkeypatch):
     """Whatever is raised while a thread has a sandbox: the sandbox is replaced and counted."""
 

@@ -12,8 +12,10 @@ import pytest
 
 from mega_agentrl.config.enums import PythonMode
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.sandbox.guest.processes import stat_fields
 from mega_agentrl.sandbox.session import STATE_LOST_NOTE
 from mega_agentrl.types.records import ToolStatus
+from tests.escape.outside import pids_named
 from tests.processes import descendants, wait_until_gone
 from tests.sandbox.sandboxes import STATEFUL, named, running_pool, shared_pool, wait_until_running
 
@@ -206,6 +208,27 @@ async def test_a_lost_sandbox_is_an_infra_error_and_nothing_runs_again():
         assert await output_of(other, "print(1)") == "1"
         assert pool.num_replaced == 1
     assert (await other.run("print(1)")).status is ToolStatus.infra_error
+
+
+@pytest.mark.parametrize(
+    ("loses", "status"),
+    [("supervisor", ToolStatus.user_error), ("sandbox", ToolStatus.infra_error)],
+)
+async def test_a_session_lost_alone_during_a_call_is_the_policys(loses, status):
+    """Nothing in a session can end the whole sandbox, but it can be ended with its own group."""
+    async with running_pool(mode=PythonMode.stateful) as pool:
+        session = await pool.open()
+        await output_of(session, "x = 1")
+        code, name = named("import time; time.sleep(600)")
+        call = asyncio.create_task(session.run(code, 600.0))
+        await asyncio.to_thread(wait_until_running, name)
+        (sandbox,) = pool._sandboxes
+        (pid,) = pids_named(name)
+        lost = int(stat_fields(pid)[1]) if loses == "supervisor" else sandbox.pid
+        os.kill(lost, signal.SIGKILL)
+        for result in [await call, await session.run("print(1)")]:
+            assert result.status is status
+            assert "lost" in result.output
 
 
 async def test_sessions_need_their_mode():

@@ -24,7 +24,7 @@ TASK = ROW["extra_info"]["tools_kwargs"]
 # The plugins of this environment would take most of the time.
 COMMANDS = TASK["bash"]["create_kwargs"]
 COMMANDS["reward_command"] = COMMANDS["reward_command"].replace(
-    "python -m pytest", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -m pytest"
+    "python -I", "PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 python -I"
 )
 
 
@@ -81,7 +81,15 @@ async def test_the_example_is_solved_in_a_fork_and_not_in_its_parent(toolkit):
     )
     # A test that is made to pass, and a function in place of the program, do not earn the reward.
     await call(session, "bash", command="python() { true; }; alias python=true; PATH=/nowhere")
-    await call(session, "edit", command="create", path="test_median.py", text="")
+    cheats = {
+        "test_median.py": "def test(): pass",
+        "conftest.py": "collect_ignore = ['test_median.py']\nimport os; os._exit(0)",
+        "median.py": "import os; os._exit(0)",
+        "pytest.py": "",
+    }
+    for path, text in cheats.items():
+        await call(session, "edit", command="create", path=path, text=text)
+    await call(session, "bash", command="PATH=/usr/bin; git commit -qam x; git tag -f start")
     assert await child.calc_reward() == {"bash": 1.0}
     assert await session.calc_reward() == {"bash": 0.0}
     await session.release()

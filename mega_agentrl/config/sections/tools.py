@@ -70,8 +70,9 @@ class WorkspaceToolConfig(Section, key="tool.workspace"):
     Empty for none. A prompt's `create_kwargs` may have another one."""
     reward_command: str = ""
     """Command that gives a finished trajectory the reward 1.0 if it succeeds, else 0.0. It runs in
-    a new shell in the workspace. Empty for no reward. A prompt's `create_kwargs` may have another
-    one."""
+    a new shell in the workspace, with an empty home folder, after all other processes have been
+    ended; `/sandbox/folder` is the project folder as it was. Empty for no reward. A prompt's
+    `create_kwargs` may have another one."""
     num_workers: Annotated[int, Range(at_least=1, at_most=4096)] = 2
     """Concurrent calls, and sandboxes that share the workspaces."""
     timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 60.0

@@ -28,14 +28,16 @@ import json
 import logging
 import os
 import re
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.enums import NetworkAccess, SandboxIsolation
 from mega_agentrl.config.errors import ConfigError, check_range
 from mega_agentrl.config.sections.agent import AGENT_OUTPUT_LOGGER
-from mega_agentrl.rollout.agents.base import AgentCommandError, AgentResultError
+from mega_agentrl.rollout.agents.base import AgentCommandError, AgentResultError, PolicyError
 from mega_agentrl.sandbox.command import SandboxedCommand, start
+from mega_agentrl.sandbox.session import oom_note
 from mega_agentrl.sandbox.uid_lease import UID_RANGE, needs_dedicated_uid
 
 if TYPE_CHECKING:
@@ -58,6 +60,13 @@ _MAX_LINE_BYTES = 1 << 20
 _MAX_LOGGED_CHARS = 8192
 _COMMANDS_PER_CORE = 16
 _MAX_COMMANDS = 400
+_SIGNAL_BASE = 128
+"""An exit code is this plus the number of the signal that ended a command."""
+_SENT_SIGNALS = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGKILL, signal.SIGTERM),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+"""Signals that another process sends; the others are those of a crash."""
 _NUM_OTHER_UIDS = 64
 """User ids that are left for other sandboxes, if root starts the run."""
 _RAISED = re.compile(r"^[ \t]+\S.*\n([^\W\d]\w*(?:\.[^\W\d]\w*)*)(?::|$)", re.MULTILINE)
@@ -155,6 +164,11 @@ class CommandAgent:
         """Return the error of a command that has failed."""
         name = _raised_class(last_line, process.stderr_tail())
         what = f"raised {name}" if name else f"ended with an error: {self.name}"
+        if process.num_oom_kills:
+            what += f" ({oom_note(process.num_oom_kills)})"
+        is_isolated = self._arguments["isolation"] is not SandboxIsolation.none
+        if is_isolated and (process.num_oom_kills or code - _SIGNAL_BASE in _SENT_SIGNALS):
+            name = PolicyError.__name__
         return AgentCommandError(
             f"the agent {what}: exit code {code}{process.stderr_note()}", class_name=name
         )

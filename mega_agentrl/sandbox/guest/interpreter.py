@@ -61,6 +61,9 @@ _MAX_FD = 1 << 30
 _NUM_RESERVED_FDS = 32
 _NUM_PENDING_SIGNALS = 256
 """Queued signals and timers of an interpreter's processes together."""
+_NUM_TERMINALS = 64
+"""Pseudo-terminals of an interpreter or a workspace, of the 3,072 that the sandboxes of a machine
+share: what a terminal multiplexer uses, and few enough for the others to get theirs."""
 
 
 def run_interpreter(
@@ -146,7 +149,14 @@ def mount_writable_folders(settings: GuestSettings) -> None:
     options = f"size={settings.tmpfs_mib}m,nr_inodes={settings.num_inodes},mode=0700"
     for folder in WRITABLE_FOLDERS:
         syscalls.mount("tmpfs", folder, syscalls.MS_NOSUID_NODEV, options)
+    mount_terminals("/dev/pts")
     syscalls.mount("proc", "/proc", syscalls.MS_NOSUID_NODEV | syscalls.MS_NOEXEC)
+
+
+def mount_terminals(folder: str) -> None:
+    """Mount a file system of pseudo-terminals with a limit of its own."""
+    options = f"newinstance,ptmxmode=0666,mode=0620,max={_NUM_TERMINALS}"
+    syscalls.mount("devpts", folder, syscalls.MS_NOSUID | syscalls.MS_NOEXEC, options)
 
 
 def _open_channel(fd: int) -> Channel:

@@ -5,13 +5,12 @@ interpreter (`sandbox.pool`). Only what a session holds is different: a workspac
 (`guest.workspace`). Its output is what the command has written to stdout and stderr, in that order.
 A command that fails is an error of the policy. At a timeout all processes of the workspace end,
 those in the background too, and the shell continues from its state before the call; files stay as
-they are then. A workspace whose first process has died is lost: that call and all later ones are
-`infra_error`.
+they are then. A workspace whose first process has died is lost for good (`session`).
 
 Not covered, beyond what `isolation` says: the policy can change every file of its own workspace, so
 that a reward command must not trust files that the policy can write (tests, configuration of the
-test program, installed packages); and files that a background process is writing at a fork may be
-copied half-written. Hard links become separate files in a fork.
+test program, installed packages), but restore them from `FOLDER_LAYER`; and files that a background
+process is writing at a fork may be copied half-written. Hard links become separate files in a fork.
 """
 
 from __future__ import annotations
@@ -55,13 +54,23 @@ _OUTPUT_END_CHARS = MAX_OUTPUT_CHARS
 class WorkspaceSession(SandboxSession):
     """A workspace; `run` runs a command in its shell."""
 
+    async def set_up(self, command: str, timeout_s: float) -> SandboxResult:
+        """Run a command of the task's author, before the policy's first call."""
+        return await self._run(command, timeout_s, "default", is_policy=False)
+
     async def run_clean(self, command: str, timeout_s: float) -> SandboxResult:
-        """End all processes, and run a command in a new shell without the state of the old one."""
-        return await self._run(command, timeout_s, "clean")
+        """End all processes, and run a command in a new shell without the state of the old one.
+
+        Its home folder is a new, empty one.
+        """
+        return await self._run(command, timeout_s, "clean", is_policy=False)
 
     async def edit(self, request: str, timeout_s: float | None = None) -> SandboxResult:
         """Edit or view a file; `request` is the JSON of `guest.workspace.edit`."""
         return await self._run(request, timeout_s, "edit")
+
+    def _is_final_loss(self, result: SandboxResult) -> bool:
+        return result.state_lost or not result.is_alive
 
 
 class WorkspacePool(SandboxPool):
@@ -100,7 +109,7 @@ class WorkspacePool(SandboxPool):
         limits_memory = sample.limits_memory
         sample.close()
         self._settings = GuestSettings(
-            seccomp_filter=seccomp_filter_base64(stateful=False),
+            seccomp_filter=seccomp_filter_base64(stateful=False, protects_process_1=True),
             stateful=True,
             memory_mib=0 if limits_memory else config.memory_limit_mib,
             cpu_limit_s=max(1.0, config.timeout_s, config.reward_timeout_s),
@@ -139,7 +148,7 @@ class WorkspacePool(SandboxPool):
 def read_workspace_outcome(reply: dict[str, Any], timeout_s: float) -> tuple[ToolStatus, str]:
     """Return the status and output of a workspace's call from the event of its end."""
     if not reply["alive"] or reply["state_lost"]:
-        return ToolStatus.infra_error, "The workspace is lost: its first process was killed."
+        return ToolStatus.infra_error, "its first process has ended"
     output = _cut_middle(reply["stdout"].strip("\n"), reply["num_dropped_bytes"])
     if reply["end"] != "exit":
         status, text = read_limit_outcome(reply["end"], timeout_s)

@@ -106,6 +106,36 @@ async def test_failed_command_is_a_failed_attempt(codec, program, stop_reason, r
     assert reason in trajectory.failure_reason
 
 
+EAT = """
+import mmap, os, sys
+if os.fork() == 0:
+    shared = mmap.mmap(-1, 400 << 20)
+    for _ in range(400):
+        shared.write(bytes(1 << 20))
+os.wait()
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "stop_reason"),
+    [
+        ("import os; os.kill(os.getpid(), 9)", {}, StopReason.policy_error),
+        ("import os; os.kill(os.getpid(), 15)", {}, StopReason.policy_error),
+        ("import os; os.kill(os.getpid(), 11)", {}, StopReason.agent_failure),
+        ("import os; os.kill(os.getpid(), 9)", {"isolation": "none"}, StopReason.agent_failure),
+        (EAT, {"memory_limit_mib": 128}, StopReason.policy_error),
+    ],
+    ids=["killed", "terminated", "crashed", "without a sandbox", "memory"],
+)
+async def test_who_ends_an_agent_in_its_sandbox_after_an_answer(
+    codec, program, options, stop_reason
+):
+    """In a sandbox only what the policy has caused can kill it."""
+    trajectory = await run_agent(codec, agent_of(f"{ASK}\n{program}", **options))
+    assert trajectory.stop_reason is stop_reason
+
+
 async def test_command_has_no_network_but_the_gateway(codec):
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

@@ -219,19 +219,81 @@ async def test_the_disk_limit_holds_for_all_that_is_written_together(session):
     )
 
 
-async def test_a_lost_workspace_is_an_infra_error(pool):
-    session = await pool.open()
-    name = f"wsl{os.getpid() % 100000}"
-    named = f"(echo {name} > /proc/self/comm; while :; do sleep 1; done) & :"
-    await output_of(session, named)
+def loop_named(name):
+    """A command that goes on for ever, in a process of this name."""
+    return f"(echo {name} > /proc/self/comm; while :; do sleep 1; done)"
+
+
+async def first_process(session, number):
+    """The host's id of a workspace's first process, and the name of a loop in its background."""
+    name = f"wsl{os.getpid() % 100000}x{number}"
+    assert (await session.set_up(f"{loop_named(name)} & :", 60.0)).status is ToolStatus.ok
     wait_until_running(name)
     pid = min(pids_named(name))  # a child that it has just forked has its name for a moment
     with open(f"/proc/{pid}/status", encoding="ascii") as file:
         parent = int(next(line.split()[1] for line in file if line.startswith("PPid")))
-    os.kill(parent, signal.SIGKILL)
+    return parent, name
+
+
+async def test_a_workspace_lost_between_two_calls_is_an_infra_error(session):
+    pid, name = await first_process(session, 0)
+    await output_of(session, "true")
+    os.kill(pid, signal.SIGKILL)
+    assert vanish(name) and not wait_until_gone([pid])
+    for result in [await session.run("true"), await session.run_clean("true", 60.0)]:
+        assert result.status is ToolStatus.infra_error
+    with pytest.raises(RuntimeError):
+        await session.fork()
+
+
+async def test_a_workspace_lost_during_a_call_is_the_policys_and_no_other_takes_its_place(session):
+    pid, name = await first_process(session, 1)
+    await output_of(session, "true")
+    call = asyncio.create_task(session.run(loop_named(f"{name}c"), 600.0))
+    await asyncio.to_thread(wait_until_running, f"{name}c")
+    os.kill(pid, signal.SIGKILL)
+    assert (await call).status is ToolStatus.user_error
+    child = await session.fork()
+    for one in (session, child):
+        # In a new workspace these would succeed.
+        for result in [await one.run("true"), await one.run_clean("true", 60.0)]:
+            assert result.status is ToolStatus.user_error
+            assert "lost" in result.output
+    await child.close()
+
+
+async def test_a_workspace_lost_during_its_setup_is_an_infra_error(session):
+    pid, name = await first_process(session, 2)
+    call = asyncio.create_task(session.set_up(loop_named(f"{name}c"), 600.0))
+    await asyncio.to_thread(wait_until_running, f"{name}c")
+    os.kill(pid, signal.SIGKILL)
+    assert (await call).status is ToolStatus.infra_error
     assert vanish(name)
-    assert (await session.run("echo on")).status is ToolStatus.infra_error
-    await session.close()
+
+
+async def test_processes_killed_for_memory_are_counted_and_named(session):
+    if not session._group._cgroup.limits_memory:
+        pytest.skip("no control group limits memory here")
+    result = await session.run("dd if=/dev/zero of=/dev/null bs=600M count=1")
+    assert (result.status, result.num_oom_kills) == (ToolStatus.user_error, 1)
+    assert "killed processes: 1" in result.output
+    assert (await session.run("exit 1")).num_oom_kills == 0
+
+
+async def test_a_clean_call_has_a_new_home(session):
+    await output_of(session, "echo 'exit 0' > $HOME/.profile; mkdir $HOME/.config")
+    homes = {(await session.run_clean("ls -A $HOME; echo $HOME", 60.0)).output for _ in range(2)}
+    assert all(re.fullmatch(r"/tmp/home-\w+", home) for home in homes), homes
+    assert len(homes) == 2
+    assert await output_of(session, "echo $HOME; ls -A $HOME/.profile") == "/tmp\n/tmp/.profile"
+
+
+async def test_files_of_the_project_folder_can_be_restored_but_not_changed(session):
+    await output_of(session, "echo worse > src/c.txt")
+    result = await session.run("echo x > /sandbox/folder/src/c.txt")
+    assert result.status is ToolStatus.user_error
+    restore = "rm -rf src && cp -r /sandbox/folder/src . && cat src/c.txt"
+    assert (await session.run_clean(restore, 60.0)).output == "src/c.txt as it was"
 
 
 async def test_release_ends_everything(pool):

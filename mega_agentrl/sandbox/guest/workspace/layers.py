@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.sandbox.guest import syscalls
+from mega_agentrl.sandbox.guest.interpreter import mount_terminals
 from mega_agentrl.sandbox.guest.privileged_helper import copy_tree
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ ROOT_LAYER = "/sandbox/root"
 """Where the sandbox holds the lower layer of the root file system."""
 
 FOLDER_LAYER = "/sandbox/folder"
-"""Where the sandbox holds the lower layer of the project folder."""
+"""Where the sandbox holds the lower layer of the project folder.
+
+It is there in the workspace too, so that a reward command can restore files from it, which the
+policy can read, but not change.
+"""
 
 LAYERS = "/sandbox/layers"
 NEW_ROOT = "/sandbox/new_root"
@@ -47,7 +52,7 @@ _WRITTEN = {"root": 0o755, "folder": 0o755, "tmp": 0o1777, "shm": 0o1777}
 
 _EMPTY = "empty"
 _SKELETON = "skeleton"
-_SKELETON_FOLDERS = ("dev", "proc", "tmp", WORKSPACE[1:])
+_SKELETON_FOLDERS = ("dev", "proc", "tmp", WORKSPACE[1:], *("sandbox", FOLDER_LAYER[1:]))
 
 
 def mount_layers(settings: WorkspaceSettings, source_fd: int | None) -> int:
@@ -73,7 +78,7 @@ def mount_layers(settings: WorkspaceSettings, source_fd: int | None) -> int:
     if source_fd is not None:
         for name in _WRITTEN:
             _copy_folder(name, source_fd, layers_fd)
-    root = _mount_root() if settings.has_root else ""
+    root = _mount_root(has_folder=settings.has_folder) if settings.has_root else ""
     lower = FOLDER_LAYER
     if not settings.has_folder:
         lower = f"{LAYERS}/{_EMPTY}"
@@ -82,6 +87,7 @@ def mount_layers(settings: WorkspaceSettings, source_fd: int | None) -> int:
     if not settings.has_root:
         syscalls.bind_mount(f"{LAYERS}/tmp", "/tmp")
     syscalls.bind_mount(f"{LAYERS}/shm", f"{root}/dev/shm")
+    mount_terminals(f"{root}/dev/pts")
     syscalls.mount("proc", f"{root}/proc", syscalls.MS_NOSUID_NODEV | syscalls.MS_NOEXEC)
     syscalls.unmount_lazily(LAYERS)
     if root:
@@ -89,13 +95,15 @@ def mount_layers(settings: WorkspaceSettings, source_fd: int | None) -> int:
     return layers_fd
 
 
-def _mount_root() -> str:
+def _mount_root(*, has_folder: bool) -> str:
     """Mount the root file system on `NEW_ROOT`, with the devices of the sandbox."""
     skeleton = f"{LAYERS}/{_SKELETON}"
     for name in ("", *_SKELETON_FOLDERS):
         _make_folder(f"{skeleton}/{name}", 0o1777 if name == "tmp" else 0o755)
     _mount_overlay("root", [skeleton, ROOT_LAYER], NEW_ROOT)
     syscalls.bind_mount("/dev", f"{NEW_ROOT}/dev", recursive=True)
+    if has_folder:
+        syscalls.bind_mount(FOLDER_LAYER, f"{NEW_ROOT}{FOLDER_LAYER}")
     return NEW_ROOT
 
 

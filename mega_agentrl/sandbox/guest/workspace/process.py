@@ -15,9 +15,10 @@ Orders, on its control channel::
     -> {"order": "save"}            <- {"event": "saved", ...}     for a fork
 
 Kinds of a run: "default" is a command for the shell; "clean" is one too, but first ends all other
-processes and starts from the state of a new shell, which it does not change: so that a command that
-rates the work cannot be deceived by a function or a variable; "edit" is a request to the editor
-(`edit`). `interrupt` ends all other processes; the call has no `done` then. Processes in the
+processes and starts from the state of a new shell, which it does not change, with a new and empty
+home folder: so that a command that rates the work cannot be deceived by a process, a function, a
+variable or a configuration of the user (`~/.gitconfig`, `~/.local/lib`); "edit" is a request to the
+editor (`edit`). `interrupt` ends all other processes; the call has no `done` then. Processes in the
 background run on between calls.
 """
 
@@ -30,6 +31,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import GuestSettings, WorkspaceSettings
 
 _EXIT_NOT_EXECUTABLE = 126
+_NO_HOME = "/nonexistent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,23 +177,42 @@ class WorkspaceServer:
             self._channel.send({"event": "saved"} | event)
 
     def _start_call(self, call_id: int, kind: str, code: str) -> None:
+        self._call_id = call_id
         if kind == "clean":
             self._end_processes()
-        os.write(1, self._note.encode())
+        os.set_blocking(1, True)  # the policy's processes share the pipe, and can change that
+        _print(self._note)
         self._note = ""
-        state = self._state if kind == "default" else ShellState(self._initial_state)
         self._keeps_state = kind == "default"
-        state_fd, new_state_fd = state.write_to_memory()
-        try:
-            pid = os.fork()
-        except OSError:  # the processes in the background have reached the limit
-            self._end_processes()
-            _print("[All processes in the background were ended: they left no room for another.]\n")
-            pid = os.fork()
+        state_fd, new_state_fd = self._state_of(kind).write_to_memory()
+        pid = self._fork()
         if pid == 0:
             _run_call(kind, code, state_fd, new_state_fd)
         os.close(state_fd)
-        self._call_id, self._call_pid, self._new_state_fd = call_id, pid, new_state_fd
+        if pid < 0:
+            os.close(new_state_fd)
+            self._send_done(_EXIT_NOT_EXECUTABLE)
+        else:
+            self._call_pid, self._new_state_fd = pid, new_state_fd
+
+    def _state_of(self, kind: str) -> ShellState:
+        """Return the state that a call starts from."""
+        if kind == "default":
+            return self._state
+        home = f"export HOME={_new_home()}\n" if kind == "clean" else ""
+        return ShellState(self._initial_state + home)
+
+    def _fork(self) -> int:
+        """Fork; return 0 in the child, else its process id, or -1 if there is no room for it."""
+        with contextlib.suppress(OSError):
+            return os.fork()
+        # The processes in the background have reached the limit, or those of a fork the group's.
+        self._end_processes()
+        _print("[All processes in the background were ended: they left no room for another.]\n")
+        with contextlib.suppress(OSError):
+            return os.fork()
+        _print("[The command did not run: copies of the workspace left no room for a process.]\n")
+        return -1
 
     def _collect_children(self) -> None:
         """Collect all children that have ended; report the call if its process is one."""
@@ -209,7 +231,9 @@ class WorkspaceServer:
         if self._keeps_state:
             self._state.read_from_memory(self._new_state_fd)
         self._forget_call()
-        exit_code = code if code >= 0 else 128 - code
+        self._send_done(code if code >= 0 else 128 - code)
+
+    def _send_done(self, exit_code: int) -> None:
         self._channel.send({"event": "done", "id": self._call_id, "code": exit_code})
 
     def _forget_call(self) -> None:
@@ -226,6 +250,14 @@ class WorkspaceServer:
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
+
+
+def _new_home() -> str:
+    """Return a new, empty home folder, or one that does not exist if there is no room for it."""
+    try:
+        return tempfile.mkdtemp(prefix="home-", dir="/tmp")
+    except OSError:
+        return _NO_HOME
 
 
 def _other_pids() -> list[int]:
@@ -271,8 +303,9 @@ def _run_edit_call(request_json: str) -> int:
 
 def _print(text: str) -> None:
     data = memoryview(text.encode("utf-8", "replace"))
-    while data:
-        data = data[os.write(1, data) :]
+    with contextlib.suppress(BlockingIOError):  # a process of the policy has made the pipe so
+        while data:
+            data = data[os.write(1, data) :]
 
 
 def _execute_shell(command: str, state_fd: int, new_state_fd: int) -> None:
