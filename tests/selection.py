@@ -12,18 +12,19 @@ MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on a part may cut a file."""
 
 UNITS_S = {
-    ("actor", "estimate", "gpu", "parallel"): (225, 220),  # rank processes; Megatron
-    ("e2e",): (35, 345),
-    ("generator", "runtime"): (150, 265),  # engines; Ray
-    ("escape", "sandbox", "rollout_limits"): (145, 55),
-    ("config", "docs", "examples", "tools", ""): (70, 105),
-    ("reward", "tool"): (70, 20),
-    ("reshard",): (50, 10),
-    ("rollout",): (50, 5),
-    ("train",): (25, 15),
+    ("actor", "estimate", "gpu", "parallel"): (190, 270),  # rank processes; Megatron
+    ("e2e",): (35, 95),
+    ("generator",): (75, 50),  # engines
+    ("runtime",): (80, 130),  # Ray
+    ("escape", "sandbox", "rollout_limits"): (135, 95),
+    ("config", "docs", "examples", "slurm", "tools", ""): (75, 140),
+    ("reward", "tool"): (80, 30),
+    ("reshard",): (55, 20),
+    ("rollout",): (60, 5),
+    ("train",): (45, 25),
     ("data",): (30, 0),
     ("algo", "batch", "numerics", "packages", "peers", "types", "vision"): (20, 0),
-    ("report",): (10, 10),
+    ("report",): (10, 5),
 }
 """Folders whose tests share processes or slow imports, with their seconds beside two other lanes.
 
@@ -84,7 +85,7 @@ def choose_part(items, number, num_parts):
     Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
     test takes, those without a number a second. Tests that share a fixture stay together: those of
     a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
-    Scripts share nothing.
+    Scripts share nothing, and Slurm jobs take much longer than their cluster's start.
     """
     num_by_file = Counter(item.path for item in items)
     groups = {}
@@ -92,6 +93,8 @@ def choose_part(items, number, num_parts):
         parameters = getattr(item, "callspec", None)
         is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER or item.get_closest_marker("tools")
         name = parameters.id if parameters and is_split else ""
+        if item.get_closest_marker("slurm"):
+            name = item.name
         groups.setdefault((item.path, name), []).append(item)
     load_s, kept = [0] * num_parts, set()
     for group in sorted(groups.values(), key=_duration_s, reverse=True):

@@ -17,4 +17,9 @@ def preset(name):
     """Return the configuration with a preset and defaults otherwise."""
     with initialize_config_dir(str(find_config_dir()), version_base="1.3"):
         composed = compose(overrides=[f"+algo={name}"])
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainConfig), composed))
+    return OmegaConf.to_object(OmegaConf.merge(_defaults(), composed))
+
+
+@cache
+def _defaults():
+    return OmegaConf.structured(TrainConfig)
