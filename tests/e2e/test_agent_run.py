@@ -1,4 +1,4 @@
-"""Runs whose agent talks to an SDK: engine and policy see the same tokens, forks included."""
+"""A run whose agent talks to an SDK: engine and policy see the same tokens, forks included."""
 
 import pytest
 
@@ -6,57 +6,13 @@ from tests.e2e.conftest import ROOT, finish_training, start
 from tests.e2e.overrides import make_task, task_overrides
 
 SIZES = ("--num-train=60", "--num-dev=20", "--num-validation=20", "--num-demonstrations=2000")
-ANTHROPIC_AGENT = """
-import anthropic
-
-
-async def run(prompt, base_url, api_key):
-    async with anthropic.AsyncAnthropic(
-        base_url=base_url.removesuffix("/v1"), api_key=api_key
-    ) as client:
-        messages = list(prompt)
-        shown = await client.get("/v1/tools", cast_to=object)
-        tools = [
-            {
-                "name": tool["function"]["name"],
-                "description": tool["function"].get("description", ""),
-                "input_schema": tool["function"]["parameters"],
-            }
-            for tool in shown
-        ]
-        for _ in range(6):
-            answer = await client.messages.create(
-                model="policy", max_tokens=60, messages=messages, tools=tools
-            )
-            messages.append({"role": "assistant", "content": answer.content})
-            results = [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": block.id,
-                    "content": (
-                        await client.post(
-                            f"/v1/tools/{block.name}", body=block.input, cast_to=object
-                        )
-                    )["answer"],
-                }
-                for block in answer.content
-                if block.type == "tool_use"
-            ]
-            if not results:
-                return
-            messages.append({"role": "user", "content": results})
-"""
 
 
 @pytest.mark.slow(120)
-@pytest.mark.parametrize("sdk", ["openai", "anthropic"])
-def test_an_agent_that_talks_to_an_sdk_is_trained_and_forked(sdk, tmp_path):
+def test_an_agent_that_talks_to_an_sdk_is_trained_and_forked(tmp_path):
     data, run_dir = tmp_path / "toolqa_chat", tmp_path / "run"
     make_task("toolqa_chat", data, *SIZES)
     agent = ROOT / "examples" / "openai_agent.py"
-    if sdk == "anthropic":
-        agent = tmp_path / "agent.py"
-        agent.write_text(ANTHROPIC_AGENT)
     child = start(
         "experiment=smoke_openai",
         f"rollout.agent._target_={agent}:run",

@@ -55,7 +55,7 @@ def command(*arguments, folder):
 
 
 @pytest.mark.slow(30)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
 def test_vllm_scores_the_exported_weights_alike(name, tmp_path, rank_pool):
     # vLLM has CPU attention from head width 32 on, which its Qwen2 takes for hidden over heads.
     model = make_tiny_model(name, tmp_path / "model", hidden_size=128, head_dim=32)

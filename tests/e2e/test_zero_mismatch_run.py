@@ -1,4 +1,4 @@
-"""Runs in exact arithmetic: engine and policy have the same log-probs, also in other layouts."""
+"""A run in exact arithmetic: engine and policy have the same log-probs."""
 
 import pytest
 
@@ -6,28 +6,24 @@ from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.train.metric_lines import metric_lines
 
-LAYOUTS = {
-    "one rank, engine TP2": ["engine.tensor_parallel_size=2"],
-    "TP2-SP, one worker, adapters at temperature 0.7": [
-        "parallel.tensor=2",
-        "parallel.sequence_parallel=true",
-        "model.lora.rank=4",
-        "rollout.temperature=0.7",
-        "rollout.top_p=0.9",
-    ],
-}
-
 
 @pytest.mark.slow(180)
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_no_log_prob_differs_by_a_bit(layout, assets, tmp_path):
+def test_no_log_prob_differs_by_a_bit(assets, tmp_path):
+    """One policy rank and two tensor ranks of an engine, which has adapters merged.
+
+    `tests/actor/model/test_exact_layers` has the policy's other layouts.
+    """
     child = start(
         "experiment=smoke_ci",
         "model.zero_mismatch=true",
         "optim.lr=1e-3",
         "total_steps=2",
         "evaluate.num_questions=4",
-        *layout,
+        "parallel=single",
+        "engine.tensor_parallel_size=2",
+        "model.lora.rank=4",
+        "rollout.temperature=0.7",
+        "rollout.top_p=0.9",
         *asset_overrides(assets, tmp_path / "run"),
     )
     code, output = finish(child, 420)

@@ -216,7 +216,8 @@ def test_a_held_request_goes_on_with_the_features_of_the_new_tower(
         torch.testing.assert_close(found_T[is_own_T], expected_T[is_own_T], **close)
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("folder", ["qwen2_5_vl"], indirect=True, scope="module")
 def test_two_tensor_ranks_share_a_tower(folder, new_folder, trainer, tmp_path):
     config = EngineConfig(tensor_parallel_size=2, max_model_len=512, cpu_kv_cache_gib=1)
     split = EngineHost(config, folder, tmp_path / "vllm.log", load_weights=False)
