@@ -212,13 +212,13 @@ def animation_frames(
             raise ValueError(f"got a file in {container.kind}")
         durations_ms = container.durations_ms or [1.0]
         chosen = choose_frames(durations_ms, fps=fps, max_frames=max_frames)
-        frames = []
+        used, frames = set(chosen), []
         with _open_image(data, container) as image:
             for index in range(chosen[-1] + 1):
                 image.seek(index)
                 _check_pixels(image, where, limits)  # a frame of GIF may make the picture larger
                 _check_work(image, chosen[-1] + 1, where, limits)
-                if index in chosen:
+                if index in used:
                     with _taking_turns(image):
                         frames.append(_frame_as_png(image))
         return frames
