@@ -34,6 +34,10 @@ MAX_CONNECTIONS_PER_OWNER = 128
 MAX_CONNECTIONS = 16_384
 """Connections of all owners, where the process has more than twice as many descriptors."""
 
+MAX_DESCRIPTORS = 65_536
+"""Descriptors that the process asks for. Programs that it starts inherit the limit, and some of
+them do something for each descriptor that they could have."""
+
 IDLE_TIMEOUT_S = 20.0
 """Time to send the head of a request, on a new connection or after the last answer. SDKs drop idle
 connections after at most 15 s themselves, so that they do not run into it."""
@@ -117,9 +121,8 @@ class Connections:
 
     @property
     def num_open(self) -> int:
-        """Number of open connections."""
-        self._forget_closed()
-        return len(self._open)
+        """Number of open connections; safe in any thread."""
+        return sum(not connection.has_closed for connection in list(self._open.values()))
 
     def listen(self, address: tuple[str, int] | str) -> int:
         """Listen at a host and port, or the path of a Unix socket; return the port, or 0.
@@ -296,8 +299,9 @@ def _address_of(client: socket.socket) -> _Address:
 
 def raise_descriptor_limit() -> None:
     """Raise this process's limit of open descriptors as far as it may itself."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MAX_DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MAX_DESCRIPTORS), hard))
 
 
 def _half_of_descriptors() -> int:
