@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -23,9 +22,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 EXPENSIVE = {
     "tests/parallel/test_grid.py::test_a_layout_scores_like_transformers": "up to eight ranks",
-    "tests/actor/vocab/test_vocab_parallel.py::test_two_tensor_ranks_with": "Triton's interpreter",
     "tests/actor/model/test_tree_attention.py::test_kernels_in_the_inter": "Triton's interpreter",
-    "tests/estimate/preflight/test_suggestions.py::test_experts_go": "a search of many layouts",
     "tests/generator/test_live_engine.py::test_a_held_request_goes_on": "an engine at work",
     "tests/generator/test_live_engine.py::test_a_greedy_request_that_is_held": "an engine at work",
 }
@@ -36,25 +33,34 @@ twice as much in the next run.
 """
 
 
-def processor_s(root: int) -> float:
-    """Return the CPU seconds of `root` and its descendants, of dead ones once they are reaped."""
+def processor_s(root: int, foreign: set[int] | None = None) -> float:
+    """Return the CPU seconds of `root` and its descendants, of dead ones once they are reaped.
+
+    Args:
+        root: Id of a process.
+        foreign: Processes that earlier calls have found elsewhere, which saves reading them; they
+            are those of this call afterwards.
+    """
+    foreign = set() if foreign is None else foreign
+    alive = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+    foreign &= alive
     ticks, children = {}, defaultdict(list)
-    for entry in os.scandir("/proc"):
-        if not entry.name.isdigit():
-            continue
+    for pid in alive - foreign:
         try:
-            stat = Path(entry.path, "stat").read_text()
+            with open(f"/proc/{pid}/stat") as file:
+                stat = file.read()
         except OSError:
             continue  # has ended since it was listed
         fields = stat[stat.rindex(")") + 2 :].split()
-        pid = int(entry.name)
         children[int(fields[1])].append(pid)
         ticks[pid] = sum(map(int, fields[11:15]))  # user and system, own and of reaped children
-    total, todo = 0, [root]
+    total, todo, own = 0, [root], set()
     while todo:
         pid = todo.pop()
+        own.add(pid)
         total += ticks.get(pid, 0)
         todo += children[pid]
+    foreign |= ticks.keys() - own
     return total / TICKS_PER_S
 
 
@@ -64,7 +70,8 @@ class CpuMeter:
     def __init__(self) -> None:
         self._fixtures_s: dict[str, float] = {}
         self._own_s = _own_s()
-        self._children_s = processor_s(os.getpid()) - self._own_s
+        self._foreign: set[int] = set()
+        self._children_s = processor_s(os.getpid(), self._foreign) - self._own_s
         self._nested_s = 0.0
 
     def _lap_s(self, *, scan: bool) -> float:
@@ -72,7 +79,7 @@ class CpuMeter:
         own_s = _own_s()
         lap_s, self._own_s = own_s - self._own_s, own_s
         if scan:
-            children_s = processor_s(os.getpid()) - own_s
+            children_s = processor_s(os.getpid(), self._foreign) - own_s
             # The seconds of a child that nobody below `root` reaps are lost: never negative.
             lap_s += max(0.0, children_s - self._children_s)
             self._children_s = children_s

@@ -1,5 +1,6 @@
 """The meter of CPU seconds: children count, and a test or a run over its limit fails the run."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -25,11 +26,14 @@ def test_the_seconds_of_a_child_count_while_it_lives_and_when_it_has_ended():
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         parent.stdout.readline()
-        assert processor_s(parent.pid) > 0.45
+        foreign = set()
+        assert processor_s(parent.pid, foreign) > 0.45
+        assert os.getpid() in foreign
+        assert parent.pid not in foreign
         parent.stdin.write(b"\n")
         parent.stdin.flush()
         parent.stdout.readline()
-        assert processor_s(parent.pid) > 0.45
+        assert processor_s(parent.pid, foreign) > 0.45
     finally:
         parent.kill()
         parent.communicate(timeout=60)

@@ -36,7 +36,7 @@ from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault
 from tests.tiny_models import make_tiny_model
 
-pytestmark = pytest.mark.slow(3)
+pytestmark = pytest.mark.slow(1)
 
 NUM_VERSIONS = 3
 VOCAB = 61
@@ -191,7 +191,7 @@ def check_as_from_disk(engine, layouts, folder):
     return sent_logits
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(45)
 @pytest.mark.parametrize("name", NAMES)
 def test_engines_start_without_weights_and_refuse_requests_until_they_have_some(sides, name):
     side = sides(name)
@@ -317,7 +317,7 @@ def test_a_tensor_taken_for_another_shows_in_the_probe_alone(sides, name, one, t
     assert gap(engine) < 1e-3
 
 
-@pytest.mark.slow(30)
+@pytest.mark.slow(25)
 def test_an_engine_is_killed_in_an_update_and_a_new_one_takes_its_place(sides, start_engine):
     side = sides("pair")
     lost, other = side.transfer.engines

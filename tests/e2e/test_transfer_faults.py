@@ -120,7 +120,7 @@ def drawn_tests():
             by_kind.setdefault(name, []).append(fault)
         for name, faults in by_kind.items():
             test = f"{case.name}-{name}"
-            marks = () if case in EXTENDED else pytest.mark.slow(3)
+            marks = () if case in EXTENDED else pytest.mark.slow(2)
             if test in WAITING:
                 marks = pytest.mark.slow(21)
                 if len(faults) > 1:

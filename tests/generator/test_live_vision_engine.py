@@ -39,7 +39,7 @@ TEXT = range(5, 25)
 
 
 @pytest.fixture(
-    scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow(9))]
+    scope="module", params=["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow(6))]
 )
 def folder(request, tmp_path_factory):
     return write_vision_model(request.param, tmp_path_factory.mktemp(request.param))
@@ -193,7 +193,7 @@ def test_features_of_an_older_tower_are_not_used_after_an_update(
             assert max(abs(a - b) for a, b in zip(got.logps, old.logps, strict=False)) > 1e-2
 
 
-@pytest.mark.slow(25)
+@pytest.mark.slow(20)
 def test_a_held_request_goes_on_with_the_features_of_the_new_tower(
     vision_engine, update, folder, new_folder
 ):

@@ -142,7 +142,7 @@ def find(folder, engine):
         yield compare
 
 
-@pytest.mark.slow(90)
+@pytest.mark.slow(30)
 def test_equal_models_differ_nowhere(find):
     errors = find()
     assert first_difference(errors) is None
@@ -163,7 +163,7 @@ def test_equal_models_differ_nowhere(find):
     assert len(errors) == 3 + 9 * NUM_LAYERS - 1
 
 
-@pytest.mark.slow(10)
+@pytest.mark.slow(1)
 @pytest.mark.parametrize("case", CASES, ids=[f"{i}-{case[0]}" for i, case in enumerate(CASES)])
 def test_the_place_of_a_planted_difference_is_named(case, find, engine):
     point, plant, where, undo = case
