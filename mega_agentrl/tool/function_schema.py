@@ -6,9 +6,10 @@ The schema has the form::
 
 `parameters` is a JSON schema of an object: of the draft that its `$schema` names, else of the first
 of the drafts 2020-12, 7 and 4 that it fits. It may use references within itself (`$defs`). Nothing
-is fetched: references to other documents do not resolve. An invalid schema is an error of its
-author (`InputError` at construction); wrong arguments are an error of the policy
-(`ToolInputError`).
+is fetched: references to other documents do not resolve. Patterns are those of a linear-time engine
+(`schema_validator`), which has no look-around and no references to groups. An invalid schema is an
+error of its author (`InputError` at construction); wrong arguments are an error of the policy
+(`ToolInputError`), and so are arguments that cannot be checked within the bounds of a check.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator
-from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.exceptions import ValidationError, best_match
 from jsonschema.validators import validator_for
 from referencing import Registry
 from referencing.exceptions import Unresolvable
@@ -30,9 +31,18 @@ from mega_agentrl.tool.call_protocol.json_text import (
     decode_nested,
     without_surrogates,
 )
+from mega_agentrl.tool.schema_validator import (
+    MAX_CHECK_STEPS,
+    MAX_REFERENCE_STEPS,
+    MAX_SCHEMA_STEPS,
+    CheckTooLargeError,
+    bounded_kind,
+    bounded_work,
+    is_readable_pattern,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from jsonschema.protocols import Validator
 
@@ -60,6 +70,7 @@ class FunctionSchema:
         self.name: str = self.function["name"]
         self.parameters: Mapping[str, Any] = self.function["parameters"]
         key = f"{where}, function.parameters of {self.name}"
+        self._num_subschemas = _check_patterns(self.parameters, key)
         self._validator = _make_validator(self.parameters, key)
         self._parameter_validators = {
             name: [self._validator.evolve(schema=schema) for schema in schemas]
@@ -95,10 +106,20 @@ class FunctionSchema:
             check_depth(given)
         except ValueError as depth:
             raise ToolInputError(f"Tool({self.name}) got wrong arguments: {depth}") from None
-        values: dict[str, Any] = without_surrogates(
-            {name: self._coerce_argument(name, value) for name, value in given.items()}
-        )
-        error = best_match(self._validator.iter_errors(values))
+        try:
+            with bounded_work(MAX_CHECK_STEPS, num_subschemas=self._num_subschemas):
+                values: dict[str, Any] = without_surrogates(
+                    {name: self._coerce_argument(name, value) for name, value in given.items()}
+                )
+                error = best_match(self._validator.iter_errors(values))
+        except CheckTooLargeError:
+            raise ToolInputError(
+                f"Tool({self.name}) got arguments that are too large to be checked"
+            ) from None
+        except Exception as failure:
+            # Arguments choose which part of a schema is followed, and that part may fail.
+            text = f"Tool({self.name}) got arguments that cannot be checked against its schema"
+            raise ToolInputError(f"{text}: {type(failure).__name__}") from failure
         if error is not None:
             place = ".".join(map(str, error.absolute_path))
             message = f"{place}: {error.message}" if place else error.message
@@ -161,14 +182,22 @@ def _make_validator(parameters: Mapping[str, Any], key: str) -> Validator:
         kinds = [validator_for({"$schema": draft}, default=Draft202012Validator)]
     else:
         kinds = [Draft202012Validator, Draft7Validator, Draft4Validator]
+    schemas = list(_subschemas(parameters))
+    has_pattern_names = any("patternProperties" in schema for schema in schemas)
     causes: list[str] = []
-    for kind in kinds:
+    for unbounded_kind in kinds:
+        kind = bounded_kind(unbounded_kind, has_pattern_names=has_pattern_names)
+        validator: Validator = kind(parameters, registry=Registry())
         try:
-            kind.check_schema(parameters)
-            validator: Validator = kind(parameters, registry=Registry())
-            _check_references(validator, parameters)
-        except SchemaError as error:
+            with bounded_work(MAX_SCHEMA_STEPS, num_subschemas=0):
+                _check_against_draft(kind, parameters)
+            with bounded_work(MAX_REFERENCE_STEPS, num_subschemas=len(schemas)):
+                _check_references(validator, schemas)
+        except ValidationError as error:
             causes.append(_truncate(error.message))
+        except CheckTooLargeError as error:
+            cause = "it is too large, or doubles its alternatives at each level"
+            raise InputError(key, parameters, "a JSON schema", cause) from error
         except Unresolvable as error:
             causes.append(f"a reference leads nowhere: {_truncate(str(error))}")
         except RecursionError:
@@ -178,9 +207,30 @@ def _make_validator(parameters: Mapping[str, Any], key: str) -> Validator:
     raise InputError(key, parameters, "a JSON schema", causes[0])
 
 
-def _check_references(validator: Validator, parameters: Mapping[str, Any]) -> None:
+def _check_against_draft(kind: type[Validator], parameters: Mapping[str, Any]) -> None:
+    """Raise `ValidationError` unless the parameters are a schema of the draft."""
+    error = best_match(kind(kind.META_SCHEMA).iter_errors(parameters))
+    if error is not None:
+        raise error
+
+
+def _check_patterns(parameters: Mapping[str, Any], key: str) -> int:
+    """Return the number of objects in the schema; raises `InputError` for an unusable pattern."""
+    num_subschemas = 0
+    for schema in _subschemas(parameters):
+        num_subschemas += 1
+        names = schema.get("patternProperties", ())
+        patterns = [schema.get("pattern"), *(names if isinstance(names, dict) else ())]
+        for pattern in patterns:
+            if isinstance(pattern, str) and not is_readable_pattern(pattern):
+                expected = "a pattern of linear time: without look-around, references to groups "
+                expected += "and huge repetitions"
+                raise InputError(f"{key}, pattern", pattern, expected)
+    return num_subschemas
+
+
+def _check_references(validator: Validator, schemas: Sequence[Mapping[str, Any]]) -> None:
     """Follow every reference once, which raises for one that leads nowhere or in a circle."""
-    schemas = list(_subschemas(parameters))
     if any("$id" in schema for schema in schemas[1:]):
         return  # they may be relative to it
     for schema in schemas:
