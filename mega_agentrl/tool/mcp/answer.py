@@ -23,16 +23,30 @@ if TYPE_CHECKING:
 
 EMPTY_ANSWER_MESSAGE = "The tool returned an empty answer."
 
+_DECODED_AT_ONCE = 1 << 20
+"""Characters of base 64, a multiple of 4."""
+
+
+def count_chars(result: mcp_types.CallToolResult) -> int:
+    """Return the length of the texts and files in an answer."""
+    num_chars = 0
+    for block in result.content:
+        content = block.resource if isinstance(block, mcp_types.EmbeddedResource) else block
+        num_chars += sum(
+            len(getattr(content, name, None) or "") for name in ("text", "data", "blob")
+        )
+    return num_chars
+
 
 def to_response(
-    result: mcp_types.CallToolResult, *, shows_images: bool, shorten: Callable[[str], str]
+    result: mcp_types.CallToolResult, *, shows_images: bool, redact: Callable[[str], str]
 ) -> ToolResponse:
-    """Return the response of a call.
+    """Return the response of a call, with the whole text.
 
     Args:
         result: The server's answer.
         shows_images: Whether the model sees images.
-        shorten: Cuts a text to its maximum length.
+        redact: Takes what no message may contain out of a text.
     """
     texts: list[str] = []
     images: list[bytes] = []
@@ -44,7 +58,7 @@ def to_response(
             texts.append(_as_text(block))
     if not texts and not images and result.structured_content is not None:
         texts.append(json.dumps(result.structured_content, ensure_ascii=False))
-    text = shorten("\n".join(texts))
+    text = redact("\n".join(texts))
     return ToolResponse(
         text=text or ("" if images else EMPTY_ANSWER_MESSAGE),
         status=ToolStatus.user_error if result.is_error else ToolStatus.ok,
@@ -64,7 +78,12 @@ def _image_data(block: mcp_types.ContentBlock) -> bytes | None:
         case _:
             return None
     try:
-        return base64.b64decode(encoded, validate=True)
+        # In parts, between which other threads run.
+        parts = range(0, len(encoded), _DECODED_AT_ONCE)
+        return b"".join(
+            base64.b64decode(encoded[start : start + _DECODED_AT_ONCE], validate=True)
+            for start in parts
+        )
     except (binascii.Error, ValueError):
         return None
 

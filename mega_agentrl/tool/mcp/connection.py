@@ -4,9 +4,9 @@ A task of its own owns the SDK's session, because anyio's task groups must be le
 entered them; calls may come from any task of the same event loop. The SDK's own transport for
 commands is not used, because it would start the server outside of the sandbox.
 
-A server may print anything between its messages: a line that is no message is ignored, up to
-`_MAX_NOISE_LINES`. A longer line than `MAX_MESSAGE_BYTES`, or the end of the output, ends the
-session, and every waiting call with it.
+What a server may send is bounded (`bounds`, `pipes`, `http_client`). An answer that is too long
+fails its call; more messages than allowed, or the end of the output, end the session and every
+waiting call with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from mcp.shared.message import SessionMessage
 
 from mega_agentrl.sandbox.command import SandboxedCommand, SandboxedProcess, start
 from mega_agentrl.tool.base import ToolInputError
+from mega_agentrl.tool.mcp.bounds import (
+    ANSWER_REFUSED,
+    MAX_ERROR_CHARS,
+    MAX_IMAGE_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
+    MessageFilter,
+    ServerFloodError,
+)
+from mega_agentrl.tool.mcp.http_client import BoundedClient
+from mega_agentrl.tool.mcp.pipes import ServerOutputError, read_messages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -42,8 +52,6 @@ ResultT = TypeVar("ResultT")
 START_TIMEOUT_S = 50.0
 """Limit of start and handshake; below the limit of a tool's `create`."""
 
-MAX_MESSAGE_BYTES = 16 << 20
-_MAX_NOISE_LINES = 10_000
 _MAX_PAGES = 100
 _STOP_GRACE_S = 2.0
 """Time that a server gets to end by itself when its input is closed, as the protocol asks for."""
@@ -61,17 +69,28 @@ class McpServerError(RuntimeError):
     """A server does not start, has died, or breaks the protocol."""
 
 
-class McpConnection:
-    """A session with a server; call `open` first and `close` at the end."""
+class McpAnswerError(McpServerError):
+    """A server answers a request with an error, and goes on."""
 
-    def __init__(self, config: McpServerConfig) -> None:
+
+class McpConnection:
+    """A session with a server; call `open` first and `close` at the end.
+
+    Args:
+        config: The server.
+        shows_images: Whether answers may have images, which makes them longer.
+    """
+
+    def __init__(self, config: McpServerConfig, *, shows_images: bool = False) -> None:
         self._config = config
+        self._max_bytes = MAX_IMAGE_MESSAGE_BYTES if shows_images else MAX_MESSAGE_BYTES
+        self._filter = MessageFilter()
         self._session: ClientSession | None = None
         self._process: SandboxedProcess | None = None
         self._owner: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
         self._loss = ""
-        self._listed: list[Any] = []
+        self._has_other_lines = False
 
     @property
     def is_lost(self) -> bool:
@@ -98,22 +117,23 @@ class McpConnection:
 
         They are not checked: the SDK would refuse a whole page for one schema that it dislikes.
         """
-        self._listed = []
+        self._filter.start_listing()
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
             params = mcp_types.PaginatedRequestParams(cursor=cursor)
             page = await self._request(self._active_session().list_tools(params=params))
             cursor = page.next_cursor
             if not cursor:
-                return self._listed
+                return self._filter.take_listing()
         raise self._error(f"tools/list has more than {_MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> mcp_types.CallToolResult:
         """Return the answer of a tool.
 
         Raises:
-            ToolInputError: The server refuses the arguments.
-            McpServerError: The server failed or is gone.
+            ToolInputError: The server refuses the arguments, or its answer is too long.
+            McpAnswerError: The server answers with another error.
+            McpServerError: The server is gone.
         """
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments)
         request = mcp_types.CallToolRequest(params=params)
@@ -158,26 +178,29 @@ class McpConnection:
 
     async def _request(self, work: Awaitable[ResultT]) -> ResultT:
         try:
-            return await work
+            result = await work
         except MCPError as error:
-            if error.code == mcp_types.INVALID_PARAMS:
-                raise ToolInputError(self._config.redact(error.message)) from None
             if error.code == mcp_types.CONNECTION_CLOSED:
-                self._loss = self._loss or "the server closed the connection"
+                self._lose("the server closed the connection")
                 await self._wait_for_stderr()
-            raise self._error(f"{error.message} (code {error.code})") from None
-        except ValueError as error:  # of pydantic: it contains the whole answer
-            raise self._error("it sent an answer that is not of the protocol") from error
+                raise self._error(f"{error.message} (code {error.code})") from None
+            self._filter.note_answer()
+            if error.code in (mcp_types.INVALID_PARAMS, ANSWER_REFUSED):
+                raise ToolInputError(self._config.redact(error.message)[:MAX_ERROR_CHARS]) from None
+            raise self._error(f"{error.message} (code {error.code})", McpAnswerError) from None
+        except ValueError:  # of pydantic: it contains the whole answer
+            raise self._error("it sent an answer that is not of the protocol") from None
+        self._filter.note_answer()
+        return result
 
-    def _listed_tools(self, tools: list[Any]) -> None:
-        self._listed += tools
+    def _lose(self, loss: str) -> None:
+        self._loss = self._loss or loss
 
-    def _error(self, text: str) -> McpServerError:
+    def _error(self, text: str, kind: type[McpServerError] = McpServerError) -> McpServerError:
+        text = self._config.redact(text)[:MAX_ERROR_CHARS]
         loss = f": {self._loss}" if self._loss and self._loss not in text else ""
         note = self._process.stderr_note() if self._process is not None else ""
-        return McpServerError(
-            self._config.redact(f"MCP server {self._config.name}: {text}{loss}{note}")
-        )
+        return kind(self._config.redact(f"MCP server {self._config.name}: {text}{loss}{note}"))
 
     async def _own_session(self, ready: asyncio.Future[None]) -> None:
         """Keep the session until `close`, or until the server ends it."""
@@ -185,7 +208,9 @@ class McpConnection:
             async with (
                 self._transport() as (reader, writer),
                 ClientSession(
-                    _ToolListReader(reader, self._listed_tools), writer, client_info=_CLIENT_INFO
+                    _FilteredReader(reader, self._filter, self._lose),
+                    writer,
+                    client_info=_CLIENT_INFO,
                 ) as session,
             ):
                 await session.initialize()
@@ -227,9 +252,15 @@ class McpConnection:
             return
         timeout = httpx2.Timeout(_HTTP_TIMEOUT_S, read=config.timeout_s + _HTTP_TIMEOUT_S)
         async with (
-            httpx2.AsyncClient(headers=dict(config.headers), timeout=timeout) as client,
+            BoundedClient(
+                headers=config.headers,
+                timeout=timeout,
+                answer_timeout_s=max(START_TIMEOUT_S, config.timeout_s),
+                max_message_bytes=self._max_bytes,
+                on_session_end=lambda: self._lose("the server has ended the session"),
+            ) as client,
             streamable_http_client(
-                config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
+                config.url, http_client=client, max_sse_event_size=2 * self._max_bytes
             ) as streams,
         ):
             yield streams
@@ -262,46 +293,40 @@ class McpConnection:
                 tasks.cancel_scope.cancel()
 
     async def _read_messages(self, stdout: asyncio.StreamReader) -> AsyncIterator[SessionMessage]:
-        num_noise_lines = 0
-        while not self._loss:
-            try:
-                line = await stdout.readline()
-            except ValueError:
-                self._loss = f"it wrote a line of more than {MAX_MESSAGE_BYTES >> 20} MiB"
-                return
-            if not line.endswith(b"\n"):
-                self._loss = self._loss or _ENDED
-                return
-            try:
-                message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
-            except ValueError:
-                num_noise_lines += bool(line.strip())
-                if num_noise_lines == 1:
-                    _log.warning(
-                        "MCP server %s writes lines that are no messages to its standard output",
-                        self._config.name,
-                    )
-                if num_noise_lines > _MAX_NOISE_LINES:
-                    self._loss = f"it wrote more than {_MAX_NOISE_LINES} lines that are no messages"
-                continue
-            yield SessionMessage(message)
+        try:
+            async for message in read_messages(stdout, self._max_bytes, self._note_other_line):
+                yield SessionMessage(message)
+        except (ServerOutputError, ServerFloodError) as error:
+            self._lose(str(error))
+
+    def _note_other_line(self) -> None:
+        if not self._has_other_lines:
+            self._has_other_lines = True
+            _log.warning(
+                "MCP server %s writes lines that are no messages to its standard output",
+                self._config.name,
+            )
+        self._filter.note_other()
 
 
-class _ToolListReader:
-    """A stream of messages from a server that hands the tools of a listing over unchecked.
+class _FilteredReader:
+    """A stream of those messages of a server that a session may see.
 
     Args:
-        stream: The messages.
-        on_tools: Called with the tools of a page; the message goes on without them.
+        stream: All messages.
+        message_filter: Decides about them.
+        on_flood: Called with the reason when there are too many; the stream then ends.
     """
 
     def __init__(
         self,
         stream: ReadStream[SessionMessage | Exception],
-        on_tools: Callable[[list[Any]], None],
+        message_filter: MessageFilter,
+        on_flood: Callable[[str], None],
     ) -> None:
         self._stream = stream
-        self._on_tools = on_tools
+        self._filter = message_filter
+        self._on_flood = on_flood
 
     @property
     def last_context(self) -> Any:
@@ -309,8 +334,18 @@ class _ToolListReader:
         return getattr(self._stream, "last_context", None)
 
     async def receive(self) -> SessionMessage | Exception:
-        """Return the next message."""
-        return self._without_tools(await self._stream.receive())
+        """Return the next message; raises `anyio.EndOfStream` at the end."""
+        while True:
+            item = await self._stream.receive()
+            if not isinstance(item, SessionMessage):
+                return item
+            try:
+                message = self._filter.filter(item.message)
+            except ServerFloodError as error:
+                self._on_flood(str(error))
+                raise anyio.EndOfStream from error
+            if message is not None:
+                return SessionMessage(message, item.metadata)
 
     async def aclose(self) -> None:
         """Close the stream."""
@@ -320,7 +355,10 @@ class _ToolListReader:
         return self
 
     async def __anext__(self) -> SessionMessage | Exception:
-        return self._without_tools(await anext(self._stream))
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
 
     async def __aenter__(self) -> Self:
         await self._stream.__aenter__()
@@ -333,14 +371,6 @@ class _ToolListReader:
         exc_tb: TracebackType | None,
     ) -> bool | None:
         return await self._stream.__aexit__(exc_type, exc_val, exc_tb)
-
-    def _without_tools(self, item: SessionMessage | Exception) -> SessionMessage | Exception:
-        if isinstance(item, SessionMessage) and isinstance(item.message, mcp_types.JSONRPCResponse):
-            tools = item.message.result.get("tools")
-            if isinstance(tools, list):
-                self._on_tools(tools)
-                item.message.result["tools"] = []
-        return item
 
 
 def _sandboxed(config: McpServerConfig) -> SandboxedCommand:

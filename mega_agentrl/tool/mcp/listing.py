@@ -6,16 +6,19 @@ name the server. A tool that cannot be used, because its schema is none, is left
 the log, unless the file names it under `include`.
 
 Schemas are taken as servers write them: of any draft, empty or absent, or with alternatives at the
-top. Patterns that only JavaScript can read are left to the server.
+top. Patterns that `schema_validator` cannot match in linear time are left to the server.
 
 A tool keeps its server's name for it where it can be called by it; other characters become
 underscores. With tags the name is in lower case, because it becomes a tag. Where two tools of the
 run would have the same name, or it is reserved, the name of the server stands before it.
+
+What a server lists is bounded in number and size, because it is part of every prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections import Counter
@@ -34,12 +37,21 @@ from mega_agentrl.tool.interface_check import check_callable
 from mega_agentrl.tool.mcp.connection import McpConnection, McpServerError
 from mega_agentrl.tool.mcp.server import ListedServer, ListedTool, not_started
 from mega_agentrl.tool.mcp.server_file import KEY, read_server_file
+from mega_agentrl.tool.schema_validator import is_readable_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from mega_agentrl.tool.mcp.server_file import McpServerConfig
 
+MAX_TOOLS = 512
+"""Tools of a server; hosted servers with everything switched on have about 200."""
+MAX_DESCRIPTION_CHARS = 32_000
+"""Characters of a tool's description, which is in every prompt: some 8,000 tokens."""
+MAX_SCHEMA_CHARS = 128 << 10
+"""Characters of a tool's schema as JSON; generated ones have up to 50,000."""
+MAX_LISTING_CHARS = 4 << 20
+"""Characters of all tools of a server as JSON."""
 _MAX_NAME_CHARS = 64
 
 _log = logging.getLogger(__name__)
@@ -109,6 +121,7 @@ def usable_tools(config: McpServerConfig, tools: Sequence[Any]) -> list[ListedTo
         ConfigError: The entry names an unknown tool, includes one that cannot be used by its name,
             or leaves none.
     """
+    _check_size(config, tools)
     by_name: dict[str, Any] = {}
     for tool in tools:
         name = tool.get("name") if isinstance(tool, dict) else None
@@ -131,12 +144,22 @@ def usable_tools(config: McpServerConfig, tools: Sequence[Any]) -> list[ListedTo
             if config.include is not None:
                 expected = "a tool that can be called, because include names it"
                 raise ConfigError(f"{config.key}, tool {name}", name, expected, cause) from error
-            _log.warning("%s: the tool %s is left out: %s", config.key, name, cause)
+            _log.warning("%s: the tool %.100s is left out: %.500s", config.key, name, cause)
             causes.append(cause)
     if not usable:
         expected = "at least one tool that is included and can be called"
         raise ConfigError(config.key, list(by_name), expected, "; ".join(causes[:1]))
     return usable
+
+
+def _check_size(config: McpServerConfig, tools: Sequence[Any]) -> None:
+    """Raise `ConfigError` for a listing that is too large."""
+    if len(tools) > MAX_TOOLS:
+        raise ConfigError(f"{config.key}, tools", len(tools), f"at most {MAX_TOOLS} tools")
+    num_chars = len(json.dumps(tools))
+    if num_chars > MAX_LISTING_CHARS:
+        expected = f"at most {MAX_LISTING_CHARS} characters of tools"
+        raise ConfigError(f"{config.key}, tools", num_chars, expected)
 
 
 def _check_names(config: McpServerConfig, known: Sequence[str]) -> None:
@@ -201,8 +224,16 @@ def _is_callable(name: str, protocol: CallProtocol) -> bool:
 
 def _listed_tool(tool: Mapping[str, Any], name: str) -> ListedTool:
     """Return a tool that a server lists; raises `InputError` if it cannot be called."""
-    parameters = _parameters(tool.get("inputSchema"), f"tool {name}")
+    where = f"tool {name}"
+    num_chars = len(json.dumps(tool.get("inputSchema")))
+    if num_chars > MAX_SCHEMA_CHARS:
+        expected = f"at most {MAX_SCHEMA_CHARS} characters"
+        raise InputError(f"{where}, length of inputSchema", num_chars, expected)
+    parameters = _parameters(tool.get("inputSchema"), where)
     description = tool.get("description") or tool.get("title")
+    if isinstance(description, str) and len(description) > MAX_DESCRIPTION_CHARS:
+        expected = f"at most {MAX_DESCRIPTION_CHARS} characters"
+        raise InputError(f"{where}, length of description", len(description), expected)
     hints = tool.get("annotations")
     return ListedTool(
         name=name,
@@ -241,25 +272,19 @@ def _checked(parameters: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _without_foreign_patterns(schema: Any) -> Any:
-    """Return a schema without the patterns that Python cannot compile."""
+    """Return a schema without the patterns that cannot be matched in linear time."""
     if isinstance(schema, list):
         return [_without_foreign_patterns(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     cleaned: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "pattern" and isinstance(value, str) and not _compiles(value):
+        if key == "pattern" and isinstance(value, str) and not is_readable_pattern(value):
             continue
         if key == "patternProperties" and isinstance(value, dict):
-            value = {pattern: item for pattern, item in value.items() if _compiles(pattern)}
+            value = {
+                pattern: item for pattern, item in value.items() if is_readable_pattern(pattern)
+            }
         is_value = key in VALUE_KEYWORDS
         cleaned[key] = value if is_value else _without_foreign_patterns(value)
     return cleaned
-
-
-def _compiles(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError):
-        return False
-    return True

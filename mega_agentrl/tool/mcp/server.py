@@ -4,7 +4,13 @@ A server that keeps a state has one process for each trajectory (`per_trajectory
 by the first call and ended by `release`. The tools of a server share it, and their calls take
 turns. Other servers are started once, and their calls run concurrently. A shared server that dies
 or hangs is started again for the next call, at most `MAX_RESTARTS` times in a row without an answer
-in between; a trajectory whose own server is lost fails.
+in between.
+
+A policy can make a server of its own end, hang or flood its output. Once the server has answered a
+call in the run, such a loss during a call is therefore the policy's error: it reads what happened,
+and so do its further calls. The loss of a shared server, or of one with a URL, fails all waiting
+trajectories, because nobody knows who caused it. So does an error of the protocol, by which a
+server says that its own service is down.
 
 The state of a process cannot be copied. A fork therefore starts a new server and makes the same
 calls again, except those of tools that the server calls read-only (`readOnlyHint`), and compares
@@ -18,15 +24,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.tool.base import Tool, ToolResponse
+from mega_agentrl.tool.blocking_calls import call_in_thread
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.tool.function import choose_text_argument
-from mega_agentrl.tool.mcp.answer import to_response
-from mega_agentrl.tool.mcp.connection import McpConnection, McpServerError
+from mega_agentrl.tool.mcp.answer import count_chars, to_response
+from mega_agentrl.tool.mcp.connection import McpAnswerError, McpConnection, McpServerError
 from mega_agentrl.tool.snippet import truncate_to_tokens
 from mega_agentrl.types.records import ToolStatus
 
@@ -41,6 +49,8 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 3
 _PING_TIMEOUT_S = 3.0
 _MIN_CONCURRENT_STARTS = 4
+_MAX_CHARS_ON_LOOP = 256 << 10
+"""Longer answers are decoded in a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +115,13 @@ class McpServer:
 
     Args:
         config: The server.
+        shows_images: Whether the model sees images.
     """
 
-    def __init__(self, config: McpServerConfig) -> None:
+    def __init__(self, config: McpServerConfig, *, shows_images: bool) -> None:
         self.config = config
+        self._shows_images = shows_images
+        self._has_answered = False
         self._shared: McpConnection | None = None
         self._num_starts = 0
         self._lock = asyncio.Lock()
@@ -157,6 +170,17 @@ class McpServer:
     def note_answer(self) -> None:
         """Record that the server answered a call, so that it may be restarted again."""
         self._num_starts = 0
+        self._has_answered = True
+
+    def is_policy_error(self, error: McpServerError, session: McpSession | None) -> bool:
+        """Return whether the policy's call caused an error, rather than the run.
+
+        Args:
+            error: What the call ended with.
+            session: The state of the trajectory; None for a shared server.
+        """
+        is_loss = not isinstance(error, McpAnswerError)
+        return bool(self.config.command) and self._has_answered and session is not None and is_loss
 
     async def fork(self, session: McpSession) -> McpSession:
         """Return a session with the same state, on a new server if there were calls.
@@ -206,7 +230,7 @@ class McpServer:
 
     async def _connect(self) -> McpConnection:
         async with self._start_slots:
-            connection = McpConnection(self.config)
+            connection = McpConnection(self.config, shows_images=self._shows_images)
             self._open_connections.add(connection)
             try:
                 await connection.open()
@@ -275,17 +299,20 @@ class McpTool(Tool):
                 text = f"Timed out after {timeout_s:g} s."
                 return ToolResponse(text=text, status=ToolStatus.timeout)
             await self._server.close_connection(connection)
-            raise McpServerError(
+            hang = McpServerError(
                 f"MCP server {self._server.config.name} hangs: no answer to {remote_name} within "
                 f"{timeout_s:g} s, and none to a ping"
-            ) from None
-        except McpServerError:
+            )
+            if self._server.is_policy_error(hang, state):
+                return ToolResponse(text=str(hang), status=ToolStatus.timeout)
+            raise hang from None
+        except McpServerError as error:
             self._note_unknown_outcome(state)
+            if self._server.is_policy_error(error, state):
+                return ToolResponse(text=str(error), status=ToolStatus.user_error)
             raise
         self._server.note_answer()
-        if state is not None and not self._listed.is_read_only:
-            state.calls.append(_AnsweredCall(remote_name, dict(arguments), _digest(result)))
-        return to_response(result, shows_images=self._limits.shows_images, shorten=self._shorten)
+        return await self._respond(state, dict(arguments), result)
 
     async def fork(self, state: McpSession | None) -> McpSession | None:
         """Return a state on which the same calls were made; raises `McpServerError`."""
@@ -296,18 +323,32 @@ class McpTool(Tool):
         if state is not None and state.connection is not None:
             await self._server.close_connection(state.connection)
 
+    async def _respond(
+        self, state: McpSession | None, arguments: dict[str, Any], result: mcp_types.CallToolResult
+    ) -> ToolResponse:
+        """Record an answered call, and return what the policy sees of the answer."""
+        is_large = count_chars(result) > _MAX_CHARS_ON_LOOP
+        if state is not None and not self._listed.is_read_only:
+            digest = await call_in_thread(_digest, result) if is_large else _digest(result)
+            state.calls.append(_AnsweredCall(self._listed.remote_name, arguments, digest))
+        read = partial(
+            to_response,
+            result,
+            shows_images=self._limits.shows_images,
+            redact=self._server.config.redact,
+        )
+        response = await call_in_thread(read) if is_large else read()
+        codec, max_tokens = self._limits.codec, self._limits.max_tokens
+        return replace(response, text=truncate_to_tokens(response.text, codec, max_tokens))
+
     def _note_unknown_outcome(self, state: McpSession | None) -> None:
         if state is not None:
             state.unknown_outcome = self.name
 
-    def _shorten(self, text: str) -> str:
-        shown = self._server.config.redact(text)
-        return truncate_to_tokens(shown, self._limits.codec, self._limits.max_tokens)
-
 
 def make_tools(listed: ListedServer, limits: AnswerLimits) -> list[Tool]:
     """Return the tools of a server; nothing is started."""
-    server = McpServer(listed.config)
+    server = McpServer(listed.config, shows_images=limits.shows_images)
     return [McpTool(server, tool, limits) for tool in listed.tools]
 
 

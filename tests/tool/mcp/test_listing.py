@@ -9,7 +9,14 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.tools import ToolConfig
 from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.function_schema import FunctionSchema
-from mega_agentrl.tool.mcp.listing import choose_names, list_servers
+from mega_agentrl.tool.mcp.listing import (
+    MAX_DESCRIPTION_CHARS,
+    MAX_LISTING_CHARS,
+    MAX_SCHEMA_CHARS,
+    MAX_TOOLS,
+    choose_names,
+    list_servers,
+)
 from mega_agentrl.tool.toolkit import build_toolkit, load_mcp_servers
 from tests.fakes import CharCodec
 from tests.tool.mcp.example_server import TOOLS
@@ -92,8 +99,7 @@ def test_an_unknown_tool_is_named_with_the_nearest(tmp_path):
         pytest.param({"command": "uvx"}, "uvx", '"network": "host"', id="downloader"),
     ],
 )
-def test_a_server_that_does_not_start_is_named(tmp_path, monkeypatch, changes, got, cause):
-    monkeypatch.setattr("mega_agentrl.tool.mcp.connection.MAX_MESSAGE_BYTES", 1 << 20)
+def test_a_server_that_does_not_start_is_named(tmp_path, changes, got, cause):
     path = write_servers(tmp_path, mine=EXAMPLE | changes)
     with pytest.raises(ConfigError) as caught:
         list_servers(path, VARIABLES)
@@ -162,23 +168,29 @@ def listed_raw(folder, tools, **changes):
         pytest.param(
             {"type": "object", "properties": {"a": {"type": "string", "pattern": r"^\p{L}+$"}}},
             {"a": "x"},
-            {"a": 1},
+            {"a": "1"},
             id="javascript-class",
         ),
         pytest.param(
             {"type": "object", "properties": {"a": STRING | {"pattern": r"^(?<year>\d{4})$"}}},
+            {"a": "2026"},
+            {"a": "x"},
+            id="javascript-group",
+        ),
+        pytest.param(
+            {"type": "object", "properties": {"a": STRING | {"pattern": r"^(?!x)(a)\1$"}}},
             {"a": "x"},
             {"a": 1},
-            id="javascript-group",
+            id="look-around",
         ),
         pytest.param(
             {
                 "type": "object",
-                "patternProperties": {"^\\p{L}": STRING, "^a": STRING},
+                "patternProperties": {"^\\p{L}": STRING, "^(?!a)": STRING},
                 "additionalProperties": False,
             },
             {"a": "x"},
-            {"a": 1},
+            {"1": "x"},
             id="javascript-name",
         ),
         pytest.param(
@@ -258,6 +270,44 @@ def test_a_tool_that_cannot_be_used_is_left_out_by_name_and_the_others_are_used(
     assert [tool.name for tool in server.tools] == ["even"] and server.tools[0].is_read_only
     (record,) = caplog.records
     assert record.args[:2] == (server.config.key, odd.get("name") if odd != "odd" else None)
+
+
+BIG_ENUM = {"properties": {"a": {"enum": [f"value {i}" for i in range(MAX_SCHEMA_CHARS // 8)]}}}
+DOUBLED = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        pytest.param({"description": "d" * (MAX_DESCRIPTION_CHARS + 1)}, id="long-description"),
+        pytest.param({"inputSchema": BIG_ENUM}, id="large-schema"),
+        pytest.param(
+            {
+                "inputSchema": {
+                    "properties": {"a": {"$ref": "#/$defs/d0"}},
+                    "$defs": DOUBLED | {"d30": {}},
+                }
+            },
+            id="doubling-alternatives",
+        ),
+    ],
+)
+def test_a_tool_that_is_too_large_is_left_out(tmp_path, odd):
+    (server,) = listed_raw(tmp_path, [{"name": "odd", "inputSchema": {}} | odd, GOOD])
+    assert [tool.name for tool in server.tools] == ["even"]
+
+
+@pytest.mark.parametrize(
+    ("tools", "got"),
+    [
+        pytest.param([{"name": str(i)} for i in range(MAX_TOOLS + 1)], MAX_TOOLS + 1, id="many"),
+        pytest.param([{"name": "a", "x": "x" * MAX_LISTING_CHARS}], MAX_LISTING_CHARS, id="long"),
+    ],
+)
+def test_a_listing_that_is_too_large_is_refused(tmp_path, tools, got):
+    with pytest.raises(ConfigError) as caught:
+        listed_raw(tmp_path, tools)
+    assert caught.value.key.endswith("server raw, tools") and caught.value.got >= got
 
 
 def test_a_tool_that_is_excluded_is_not_checked(tmp_path, caplog):

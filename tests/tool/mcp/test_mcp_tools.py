@@ -97,18 +97,25 @@ async def test_a_slow_call_times_out_and_the_server_goes_on(listed):
 
 
 @pytest.mark.parametrize(
-    ("tool", "cause"),
+    ("tool", "status", "cause"),
     [
-        pytest.param("hang", "and none to a ping", id="hang"),
-        pytest.param("die", "the server closed the connection", id="death"),
+        pytest.param("hang", ToolStatus.timeout, "and none to a ping", id="hang"),
+        pytest.param("die", ToolStatus.user_error, "the server closed the connection", id="death"),
     ],
 )
-async def test_a_lost_server_fails_its_trajectory_only(listed, tool, cause):
+async def test_a_policy_that_ends_its_own_server_is_not_left_out(listed, tool, status, cause):
     async with started_toolkit(listed) as kit, opened(kit) as session, opened(kit) as other:
-        outcome = await session.execute(tool, {})
-        assert (outcome.status, cause in outcome.answer) == (ToolStatus.infra_error, True)
-        assert (await session.execute("total", {})).status is ToolStatus.infra_error
         assert await answer(other, "total") == "0"
+        outcome = await session.execute(tool, {})
+        assert (outcome.status, cause in outcome.answer) == (status, True)
+        assert (await session.execute("total", {})).status is ToolStatus.user_error
+        assert await answer(other, "total") == "0"
+
+
+@pytest.mark.parametrize("tool", ["hang", "die", "break_down"])
+async def test_a_server_that_has_never_answered_is_an_error_of_the_run(listed, tool):
+    async with started_toolkit(listed) as kit, opened(kit) as session:
+        assert (await session.execute(tool, {})).status is ToolStatus.infra_error
 
 
 async def test_a_shared_server_is_started_once_and_again_after_it_died(shared):
