@@ -3,15 +3,18 @@
 The call's text is the URL, optionally followed by a query; a function call has `url` and `query`.
 The whole text of a page is cached, so that another query needs no request; the domain lists apply
 to cached pages as well. A page that may not be read, does not exist or fails is an error of the
-policy (`user_error`), which sees the reason. A missed deadline is a timeout; a failing resolver or
-network is an infrastructure error. `page_text` describes the text of a page.
+policy (`user_error`), which sees the reason. A missed deadline is a timeout. A failing resolver or
+network is an infrastructure error, unless another page could be read shortly before: then only the
+names or addresses of this page fail. `page_text` describes the text of a page.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import socket
+import time
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -40,9 +43,10 @@ MAX_PAGE_BYTES = 2 << 20
 """Limit of a page's size; the rest of a longer page is not read."""
 
 _FETCHER_VERSION = 1
-_INFRA_ERRNOS = frozenset(
-    (errno.ENETUNREACH, errno.ENETDOWN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-)
+_NETWORK_PROOF_S = 60.0
+"""Time for which an answer of a server proves that resolver and network work."""
+_HOST_ERRNOS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+_NETWORK_ERRNOS = frozenset((errno.ENETUNREACH, errno.ENETDOWN))
 
 
 class BrowseTool(Tool):
@@ -95,6 +99,7 @@ class BrowseTool(Tool):
             timeout_s=web.timeout_s, calls_per_second=web.max_calls_per_s
         )
         self._extractor = PageTextExtractor()
+        self._last_answer_s = -math.inf
         self.timeout_s = total_timeout_s(web.timeout_s)
 
     async def start(self) -> None:
@@ -119,7 +124,8 @@ class BrowseTool(Tool):
         except TimeoutError as error:
             return ToolResponse(text=str(error), status=ToolStatus.timeout)
         except (TransientError, httpx.HTTPError, httpx.InvalidURL) as error:
-            if _is_infra_error(error):
+            works = time.monotonic() - self._last_answer_s < _NETWORK_PROOF_S
+            if _is_infra_error(error, network_works=works):
                 raise
             return ToolResponse(
                 text=f"The page could not be read: {error}.", status=ToolStatus.user_error
@@ -143,19 +149,29 @@ class BrowseTool(Tool):
         return str(entry["text"]), cached
 
     async def _fetch_with_retries(self, url: str) -> str:
-        return await self._retrier.run(lambda: self._fetch_and_extract(url))
+        return await self._retrier.run(lambda: self._fetch_and_extract(url), httpx.URL(url).host)
 
     async def _fetch_and_extract(self, url: str) -> str:
         page = await self._fetcher.fetch(url)
+        self._last_answer_s = time.monotonic()
         text = await self._extractor.extract(page)
         return json.dumps({"hops": page.url_chain, "text": text})
 
 
-def _is_infra_error(error: BaseException) -> bool:
-    """Return whether the network or the resolver failed rather than the page's server."""
+def _is_infra_error(error: BaseException, *, network_works: bool) -> bool:
+    """Return whether this host, its network or its resolver failed rather than the page's server.
+
+    Args:
+        error: What the request ended with.
+        network_works: Whether resolver and network are known to work. Names whose servers fail, and
+            addresses without a route, such as those of IPv6, are then chosen by the policy.
+    """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, socket.gaierror) or getattr(cause, "errno", None) in _INFRA_ERRNOS:
+        number = getattr(cause, "errno", None)
+        if number in _HOST_ERRNOS:
+            return True
+        if not network_works and (isinstance(cause, socket.gaierror) or number in _NETWORK_ERRNOS):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -3,8 +3,11 @@
 A call waits for its start in the `RateLimiter`, at most the timeout, and then for the server, at
 most the timeout again. Transient failures are retried with growing, jittered pauses: refused or
 broken connections, a busy resolver, status 429 and the 5xx of an overloaded or restarting server. A
-server's Retry-After delays every call of the process. Any other error is final. Only calls that may
-be repeated are allowed: GET, or a POST that only reads.
+server's Retry-After delays the calls of its host, at most by the timeout. Any other error is final.
+Only calls that may be repeated are allowed: GET, or a POST that only reads.
+
+A call that finds no free start within its timeout has timed out: who calls more often than the
+limit allows learns it, and no trajectory is left out for it.
 
 The limiter is not `aiolimiter`'s, which can neither refuse at once a wait that is too long nor
 pause for a Retry-After.
@@ -32,12 +35,16 @@ NUM_RETRIES = 2
 """Retries after a transient failure: one for a restarting server, one for a rate limit."""
 
 _CACHE_TIMEOUT_S = 15.0
+_MAX_PAUSED_HOSTS = 1_000
+"""Hosts whose pauses are kept at a time; those that end first are forgotten."""
+_MAX_RETRY_AFTER_S = 86_400.0
+_MAX_RETRY_AFTER_CHARS = 64
 _MIN_BACKOFF_S = 0.2
 _MAX_BACKOFF_S = 10.0
 _BACKOFF = wait_random_exponential(multiplier=_MIN_BACKOFF_S, max=_MAX_BACKOFF_S)
 
 
-class RateLimitError(RuntimeError):
+class RateLimitError(TimeoutError):
     """There is no free start time within the caller's maximum wait."""
 
 
@@ -46,7 +53,8 @@ class RateLimiter:
 
     A caller reserves the next free start time and sleeps until then; the start of a cancelled
     caller is lost. A start time beyond the caller's maximum wait is refused at once instead of
-    reserved, so that a backlog cannot hold start times for callers that have long given up.
+    reserved, so that a backlog cannot hold start times for callers that have long given up. A call
+    of a host that asked for a pause waits for its end first, and takes no start until then.
 
     Args:
         calls_per_second: the limit, 0 for none; `pause` applies nevertheless.
@@ -56,26 +64,47 @@ class RateLimiter:
         self._interval_s = 1 / calls_per_second if calls_per_second else 0.0
         self._lock = threading.Lock()
         self._next_start_s = 0.0
+        self._pause_ends_s: dict[str, float] = {}
 
-    async def acquire(self, max_wait_s: float) -> None:
-        """Wait for the next start; raises `RateLimitError` if it is more than `max_wait_s` away."""
+    async def acquire(self, max_wait_s: float, host: str = "") -> None:
+        """Wait for the next start of a call to a host.
+
+        Raises:
+            RateLimitError: It is more than `max_wait_s` away.
+        """
+        with self._lock:
+            pause_s = max(0.0, self._pause_ends_s.get(host, 0.0) - time.monotonic())
+        if pause_s > max_wait_s:
+            raise RateLimitError(
+                f"The server asked for a pause of {pause_s:.3g} s more, longer than the "
+                f"{max_wait_s:.3g} s that a call may wait."
+            )
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        await self._wait_for_start(max_wait_s - pause_s)
+
+    async def _wait_for_start(self, max_wait_s: float) -> None:
         with self._lock:
             now_s = time.monotonic()
             wait_s = max(0.0, self._next_start_s - now_s)
             if wait_s > max_wait_s:
                 raise RateLimitError(
-                    f"the next free start time is {wait_s:.3g} s away, expected at most "
-                    f"{max_wait_s:.3g} s; probable cause: more calls than the limit per second "
-                    "allows, or a server that asked for a pause"
+                    f"Too many calls are waiting: the next free start is {wait_s:.3g} s away, and "
+                    f"a call may wait {max_wait_s:.3g} s. Try again later."
                 )
             self._next_start_s = now_s + wait_s + self._interval_s
         if wait_s:
             await asyncio.sleep(wait_s)
 
-    def pause(self, pause_s: float) -> None:
-        """Let no call start for `pause_s`."""
+    def pause(self, pause_s: float, host: str = "") -> None:
+        """Let no call to a host start for `pause_s`."""
         with self._lock:
-            self._next_start_s = max(self._next_start_s, time.monotonic() + pause_s)
+            now_s = time.monotonic()
+            ends_s = self._pause_ends_s
+            ends_s[host] = max(ends_s.get(host, 0.0), now_s + pause_s)
+            if len(ends_s) > _MAX_PAUSED_HOSTS:
+                first_host = min(ends_s, key=ends_s.__getitem__)
+                del ends_s[first_host]
 
 
 def total_timeout_s(timeout_s: float) -> float:
@@ -115,7 +144,7 @@ class TransientError(RuntimeError):
 
 
 class RequestRetrier:
-    """Sends calls to one service, with a rate limit, retries and a deadline.
+    """Sends calls with a rate limit over all of them, retries and a deadline.
 
     Args:
         timeout_s: limit of one call and its retries, from its start.
@@ -126,21 +155,24 @@ class RequestRetrier:
         self._timeout_s = timeout_s
         self._rate_limiter = RateLimiter(calls_per_second)
 
-    async def run(self, send: Callable[[], Awaitable[str]]) -> str:
+    async def run(self, send: Callable[[], Awaitable[str]], host: str = "") -> str:
         """Call `send` until it succeeds and return its result.
 
+        Args:
+            send: sends one request.
+            host: the host whose pauses the call keeps; empty where all calls go to one service.
+
         Raises:
-            TimeoutError: the timeout has passed.
-            RateLimitError: the call could not start within the timeout.
+            TimeoutError: the timeout has passed, or the call could not start within it.
             TransientError: the last retry failed. Any other error of `send` is raised at once.
         """
-        await self._rate_limiter.acquire(self._timeout_s)
+        await self._rate_limiter.acquire(self._timeout_s, host)
         deadline = time.monotonic() + self._timeout_s
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(TransientError),
             stop=stop_after_attempt(NUM_RETRIES + 1),
             wait=_retry_wait_s,
-            before_sleep=lambda state: self._apply_retry_after(state, deadline),
+            before_sleep=lambda state: self._apply_retry_after(state, deadline, host),
             reraise=True,
         )
         try:
@@ -148,18 +180,18 @@ class RequestRetrier:
                 async for attempt in attempts:
                     with attempt:
                         if attempt.retry_state.attempt_number > 1:
-                            await self._rate_limiter.acquire(self._timeout_s)
+                            await self._rate_limiter.acquire(self._timeout_s, host)
                         return await _send_with_mapped_errors(send)
         except TimeoutError as error:
             raise TimeoutError(f"Timed out after {self._timeout_s:g} s.") from error
         raise AssertionError("tenacity ends in a result or an error")
 
-    def _apply_retry_after(self, state: RetryCallState, deadline: float) -> None:
-        """Delay all calls as the server asked; give up at once if that exceeds the deadline."""
+    def _apply_retry_after(self, state: RetryCallState, deadline: float, host: str) -> None:
+        """Delay the host's calls as it asked; give up at once if that exceeds the deadline."""
         error = state.outcome.exception() if state.outcome else None
         if isinstance(error, TransientError) and error.retry_after_s is not None:
             remaining_s = max(0.0, deadline - time.monotonic())
-            self._rate_limiter.pause(min(error.retry_after_s, self._timeout_s))
+            self._rate_limiter.pause(min(error.retry_after_s, self._timeout_s), host)
             if error.retry_after_s > remaining_s:
                 raise error
 
@@ -202,11 +234,18 @@ def _retry_wait_s(state: RetryCallState) -> float:
 
 
 def _retry_after_s(value: str) -> float | None:
-    """Parse a Retry-After header, a number or a date; return seconds, None if it is neither."""
+    """Parse a Retry-After header, a number or a date.
+
+    Returns:
+        Seconds, at most a day; None for any other text.
+    """
     value = value.strip()
-    if value.isascii() and value.isdigit():
-        return float(value)
-    try:
-        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
+    if len(value) > _MAX_RETRY_AFTER_CHARS:
         return None
+    if value.isascii() and value.isdigit():
+        return min(float(value), _MAX_RETRY_AFTER_S)
+    try:
+        wait_s = parsedate_to_datetime(value).timestamp() - time.time()
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError):
+        return None
+    return min(max(0.0, wait_s), _MAX_RETRY_AFTER_S)

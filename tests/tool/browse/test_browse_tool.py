@@ -1,9 +1,11 @@
 """The browse tool: what it shows and caches, and how failures are classified."""
 
 import asyncio
+import errno
 import socket
 import threading
 
+import httpx
 import pytest
 from tenacity.wait import wait_none
 
@@ -118,6 +120,55 @@ async def test_infrastructure_errors_are_raised():
 
     with pytest.raises(RuntimeError, match="try again"):
         await read(browser(None, resolve=busy), "http://example.org/")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(socket.gaierror(socket.EAI_AGAIN, "try again"), id="name"),
+        pytest.param(OSError(errno.ENETUNREACH, "no route"), id="address"),
+    ],
+)
+async def test_a_page_cannot_choose_an_infrastructure_error_while_others_are_read(
+    monkeypatch, error
+):
+    monkeypatch.setattr(retry, "_BACKOFF", wait_none())
+
+    async def resolve(host, port):
+        raise httpx.ConnectError("failed") from error
+
+    with serving(saying("text")) as server:
+        tool = browser(server, resolve=resolve)
+        assert (await tool.execute(None, {"url": server.url}, {})).text == "text"
+        answer = await read(tool, "http://broken.example/")
+    assert answer.status is ToolStatus.user_error
+
+
+async def test_a_page_that_asks_for_a_pause_holds_up_its_own_visitors_alone(monkeypatch):
+    monkeypatch.setattr(retry, "_BACKOFF", wait_none())
+    busy = {"Retry-After": "600", **PLAIN}
+    with serving(lambda _: Reply(b"", status=429, headers=busy)) as hostile:
+        tool = browser(hostile, timeout_s=30.0)
+        assert (await tool.execute(None, {"url": hostile.url}, {})).status is ToolStatus.user_error
+        assert list(tool._retrier._rate_limiter._pause_ends_s) == ["127.0.0.1"]
+        async with asyncio.timeout(20):
+            assert await tool._retrier.run(saying_fine, "b.example") == "fine"
+        await tool.close()
+
+
+async def saying_fine():
+    return "fine"
+
+
+@pytest.mark.parametrize(
+    "header", ["Mon, 99 Jan 99999999999 00:00:00 GMT", "9" * 5000, "-5", "\xff"]
+)
+async def test_any_retry_after_is_an_error_of_the_page(monkeypatch, header):
+    monkeypatch.setattr(retry, "_BACKOFF", wait_none())
+    busy = {"Retry-After": header, **PLAIN}
+    with serving(lambda _: Reply(b"", status=503, headers=busy)) as server:
+        answer = await read(browser(server), server.url)
+    assert (answer.status, "HTTP 503" in answer.text) == (ToolStatus.user_error, True)
 
 
 async def test_a_slow_page_is_a_timeout():
