@@ -24,6 +24,8 @@ def pipe(number):
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 1 << 20)
 def small_pipe(number):
     os.pipe()
+def terminal(number):
+    os.openpty()
 def signal_to_itself(number):
     signal.pthread_sigmask(signal.SIG_BLOCK, [34])
     if libc.sigqueue(os.getpid(), 34, None):
@@ -78,6 +80,7 @@ time.sleep(hold_s)
 MOST = {
     "pipe": 255,  # those that fit below the limit of open files
     "small_pipe": 255,
+    "terminal": 64,
     "signal_to_itself": 256,
     "queue": 0,
     "locked": 0,
@@ -90,6 +93,7 @@ USE = """
 import ctypes, os, signal, subprocess, threading
 signal.pthread_sigmask(signal.SIG_BLOCK, [34])
 sent = [ctypes.CDLL(None).sigqueue(os.getpid(), 34, None) for _ in range(100)]
+terminal = os.openpty()
 links = [os.pipe() for _ in range(40)]
 for reading, writing in links:
     os.write(writing, b'12345678')

@@ -50,6 +50,38 @@ def test_processes_killed_for_memory_are_counted(group):
     assert group.num_oom_kills == 1
 
 
+FILL_SOCKETS = """
+import socket
+input()
+server, ends, number = socket.create_server(('127.0.0.1', 0), backlog=200), [], 0
+for _ in range(150):
+    one = socket.create_connection(server.getsockname())
+    ends += [one, server.accept()[0]]
+    one.setblocking(False)
+    try:
+        while True:
+            number += one.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+print(number >> 20)
+"""
+
+
+def test_buffers_of_sockets_are_part_of_the_memory_limit(group):
+    if not group.limits_memory:
+        pytest.skip("no control group limits memory here")
+    filled = []
+    for joins in (False, True):
+        command = [sys.executable, "-I", "-c", FILL_SOCKETS]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, **pipes) as child:
+            if joins:
+                group.add(child.pid)
+            filled.append(int(child.communicate(b"\n", timeout=120)[0] or 0))
+    without, within = filled
+    assert within <= 32 < 64 < without, filled
+
+
 def test_a_group_whose_last_process_ends_late_goes_with_the_next(group, monkeypatch):
     monkeypatch.setattr(cgroup, "_REMOVE_DEADLINE_S", 0.0)
     folders = [Path(entrance).parent for entrance in group.procs_files]

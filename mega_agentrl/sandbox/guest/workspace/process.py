@@ -2,10 +2,10 @@
 
 It is process 1 of the workspace's PID namespace, has no capabilities and is filtered like an
 interpreter, but runs no code of the policy, and no process of the workspace can read or trace it.
-A child that the policy's processes can change (`/proc/PID/mem`) has no descriptor of its channel.
-So the policy's code cannot make up its messages. It waits for the bash of each call, keeps the
-state between calls (`shell`), answers which hard links are made (`links`) and collects the
-processes that have lost their parent.
+Nor can they read or trace the editor's. The child that becomes a bash, which they can change before
+(`/proc/PID/mem`), has no descriptor of the channel. So the policy's code cannot make up messages.
+Process 1 waits for the bash of each call, keeps the state between calls (`shell`), answers which
+hard links are made (`links`) and collects the processes that have lost their parent.
 
 Orders, on its control channel::
 
@@ -273,11 +273,11 @@ def _run_call(kind: str, code: str, state_fd: int, new_state_fd: int) -> NoRetur
         for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the last
             signal.signal(number, signal.SIG_DFL)
         _close_descriptors_but(0, 1, 2, state_fd, new_state_fd)
-        syscalls.set_dumpable(True)  # from here on other processes can read and change this one
-        become_oom_victim()
         if kind == "edit":
             status = _run_edit_call(code)
         else:
+            syscalls.set_dumpable(True)  # from now on other processes can read and change this one
+            become_oom_victim()
             _execute_shell(code, state_fd, new_state_fd)
     except BaseException as error:  # noqa: BLE001  the edge of the process
         _print(f"{type(error).__name__}: {error}")
