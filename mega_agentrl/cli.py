@@ -49,6 +49,7 @@ from mega_agentrl.config.sweep_overrides import without_swept
 from mega_agentrl.report.config_diff import complete_settings
 from mega_agentrl.report.run_start import append_start
 from mega_agentrl.report.terminal_warnings import TerminalWarnings
+from mega_agentrl.rollout.gateway.connections import raise_descriptor_limit
 from mega_agentrl.runtime.cluster import ClusterConnection
 from mega_agentrl.runtime.start_record import collect_start
 from mega_agentrl.train import sweep
@@ -139,6 +140,7 @@ def run(composed: DictConfig) -> float:
         check_config(config)
     except ValueError as error:
         _fail_run(error, EXIT_BAD_INPUT)
+    raise_descriptor_limit()
     run_dir = Path(config.run_dir)
     with ExitStack() as stack:
         _open_run_dir(config, _settings_text(composed), stack)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 REASONING_START, REASONING_END = "<think>", "</think>"
 
+MAX_UNREADABLE_CALLS = 100
+"""Calls of a turn that cannot be read, behind which the rest of the turn is text. The end of each
+is looked for in all text behind it, so that the time would grow with the square of the turn."""
+
 _MARK = re.compile(f"{REASONING_START}|{REASONING_END}|{OPEN_TAG}")
 _OPENED_REASONING = re.compile(rf"{REASONING_START}\s*\Z")
 _EXPECTED_FORMAT = 'a JSON object {"name": ..., "arguments": {...}} between the tool_call tags'
@@ -133,11 +137,12 @@ def _split(turn_text: str) -> list[_Piece]:
 
     Reasoning reaches from its opening marker to the next closing one, or to the end. A closing
     marker before any reasoning has been opened ends one that began before the turn. Markers within
-    the JSON of a call are text of the call.
+    the JSON of a call are text of the call. All behind `MAX_UNREADABLE_CALLS` is text.
     """
     pieces: list[_Piece] = []
     start = place = 0
     has_reasoning = False
+    num_unreadable = 0
     while mark := _MARK.search(turn_text, place):
         place = mark.end()
         if mark[0] == REASONING_END:
@@ -154,7 +159,10 @@ def _split(turn_text: str) -> list[_Piece]:
         else:
             call, place = read_call(turn_text, place)
             pieces.append(_Piece(turn_text[mark.start() : place], call=call))
+            num_unreadable += isinstance(call, UnreadableCall)
         start = place
+        if num_unreadable >= MAX_UNREADABLE_CALLS:
+            break
     pieces.append(_Piece(turn_text[start:]))
     return pieces
 

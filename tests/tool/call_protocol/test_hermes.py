@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from mega_agentrl.config.enums import CallProtocol
 from mega_agentrl.tool.call_protocol.hermes import (
+    MAX_UNREADABLE_CALLS,
     HermesProtocol,
     opened_reasoning,
     split_reasoning,
@@ -282,3 +283,16 @@ async def test_a_toolkit_called_by_json():
         outcome = await session.execute(parsed.tool, parsed.arguments)
         assert (outcome.status, outcome.is_invalid_call) == (status, status is not ToolStatus.ok)
         assert part in toolkit.render_outcome(outcome)
+
+
+def test_a_turn_is_text_behind_a_bounded_number_of_calls_that_cannot_be_read():
+    bad = "<tool_call>{" * (MAX_UNREADABLE_CALLS + 50)
+    turn = f"<think>So.</think>{call(GOOD)}{bad}{call(GOOD)}"
+    first, *rest = PROTOCOL.parse_calls(turn)
+    assert first == WANTED
+    assert len(rest) == MAX_UNREADABLE_CALLS
+    assert all(isinstance(item, InvalidToolCall) for item in rest)
+    parts = PROTOCOL.split_turn(turn)
+    assert (parts.reasoning, parts.content, parts.calls) == ("So.", bad + call(GOOD), (WANTED,))
+    again = PROTOCOL.split_turn(parts.content)  # as clients send it back
+    assert (again.content, again.calls) == (parts.content, ())
