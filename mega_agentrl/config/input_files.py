@@ -48,21 +48,29 @@ def reading(key: str, got: object, expected: str, problem: str = "") -> Iterator
         raise ConfigError(key, str(got), expected, cause) from error
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     """Return the value of a JSON text.
 
     Raises:
         ValueError: It is not JSON, is nested more than `MAX_DEPTH` deep, or has a text that UTF-8
-            cannot encode.
+            cannot encode; with `unique_keys` also if an object has a key twice.
     """
+    text = text.decode() if isinstance(text, bytes) else text
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique_pairs if unique_keys else None)
     except RecursionError as error:
         raise ValueError(f"nested more than {MAX_DEPTH} deep") from error
     if text.count("[") + text.count("{") > MAX_DEPTH:
         _check_size(value, max_nodes=len(text))
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()  # raises `UnicodeEncodeError`, a ValueError
+    return value
+
+
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"a key occurs twice among {sorted(value)}")
     return value
 
 

@@ -1,8 +1,9 @@
 """Read `metrics.jsonl` as series of values, in whatever state a run left the file; smooth them.
 
-If a step occurs twice because the run was resumed, the last line counts. Unreadable lines, such as
-a partial last line of a killed run, are skipped and counted. Values may be nan or infinite; values
-that are not numbers are ignored.
+A run that continues, its page and a comparison of runs read the file here. If a step occurs twice
+because the run was resumed, the last line counts. Unreadable lines, such as a partial last line of
+a killed run, are skipped and counted. Values may be nan or infinite; values that are not numbers
+are ignored.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
 MetricSeries = list[tuple[int, float]]
@@ -23,6 +24,11 @@ MetricSeries = list[tuple[int, float]]
 
 FIRST_FAILURE_METRIC = "rollout/first_failure"
 """Metric whose value is text: why the first failed trajectory of the step failed."""
+
+MAX_LINE_BYTES = 1 << 24
+"""Bytes of a line; one with 10,000 metrics has a tenth of that. A longer one cannot be read."""
+MAX_STEP = 1 << 53
+"""Largest number of a step."""
 
 VALIDATION_METRICS = ("sampled/reward", "greedy/reward")
 """Metrics that mark a line as an evaluation on held-out prompts."""
@@ -90,7 +96,13 @@ def read_metrics(path: Path) -> MetricLog:
     if not path.is_file():
         return MetricLog()
     with path.open("rb") as file:
-        return parse_metrics(file)
+        return parse_metrics(iter_lines(file))
+
+
+def iter_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a metrics file; one that is longer than `MAX_LINE_BYTES` in pieces."""
+    while text := file.readline(MAX_LINE_BYTES):
+        yield text
 
 
 def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
@@ -100,7 +112,7 @@ def parse_metrics(lines: Iterable[bytes | str]) -> MetricLog:
     for text in lines:
         if not text.strip():
             continue
-        line = _parse_line(text)
+        line = parse_line(text)
         if line is None:
             num_unreadable += 1
         else:
@@ -117,21 +129,18 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     return [sum(window_values) / len(window_values) for window_values in windows]
 
 
-def _parse_line(text: bytes | str) -> MetricLine | None:
+def parse_line(text: bytes | str) -> MetricLine | None:
+    """Return what a line says; None if it is none of a run."""
     try:
         record = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None
     stage, step = record.pop("stage", None), record.pop("step", None)
-    if not isinstance(stage, str) or not isinstance(step, int):
+    if not isinstance(stage, str) or type(step) is not int or not 0 <= step <= MAX_STEP:
         return None
-    values = {
-        name: float(value)
-        for name, value in record.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    values = {name: _to_float(value) for name, value in record.items() if _is_number(value)}
     reason = record.get(FIRST_FAILURE_METRIC)
     return MetricLine(
         stage=stage,
@@ -139,3 +148,15 @@ def _parse_line(text: bytes | str) -> MetricLine | None:
         values=values,
         first_failure=reason if isinstance(reason, str) else "",
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _to_float(value: float) -> float:
+    """Return the number as a float; infinity if it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

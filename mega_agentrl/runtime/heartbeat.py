@@ -142,14 +142,15 @@ class HeartbeatMonitor:
     """
 
     def __init__(self, host: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the socket and start the listener thread.
+        """Open the socket, on this address alone, and start the listener thread.
 
         Args:
-            host: The driver's IP address as seen from other nodes.
+            host: The driver's IP address as seen from the nodes of the run; a loopback address if
+                all ranks are on this machine.
             clock: Returns the time in seconds.
         """
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind(("", 0))
+        self._socket.bind((host, 0))
         self._socket.settimeout(HEARTBEAT_INTERVAL_S)
         self.endpoint = HeartbeatEndpoint(host, self._socket.getsockname()[1], secrets.token_hex(8))
         self._lock = threading.Lock()

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.errors import InputError
+from mega_agentrl.report import metrics_file
 from mega_agentrl.report.metrics_file import parse_metrics, read_metrics, running_mean
 
 LINES = [
@@ -52,6 +53,28 @@ def test_lines_that_cannot_be_read_are_counted():
     log = parse_metrics([*LINES, "[1]", '{"stage": "rl"}', b"\xff\n", "\n", '{"stage": "rl", "st'])
     assert len(log.lines) == 4
     assert log.num_unreadable_lines == 4
+
+
+@pytest.mark.parametrize("step", ["true", "-1", "1e3", "9" * 30], ids=["bool", "sign", "e", "big"])
+def test_steps_that_no_run_has_are_not_read(step):
+    assert parse_metrics([f'{{"stage": "rl", "step": {step}}}']).num_unreadable_lines == 1
+
+
+def test_lines_that_would_stop_a_reader_are_counted_or_infinite():
+    digits = "9" * 400
+    log = parse_metrics(
+        ["[" * 100_000, f'{{"stage": "rl", "step": 1, "a": {digits}, "b": -{digits}}}']
+    )
+    assert log.num_unreadable_lines == 1
+    assert [log.series("rl", name)[0][1] for name in "ab"] == [math.inf, -math.inf]
+
+
+def test_a_line_without_an_end_is_read_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "MAX_LINE_BYTES", 100)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(LINES[0].encode() + b"\n" + b"x" * 950)
+    log = read_metrics(path)
+    assert (len(log.lines), log.num_unreadable_lines) == (1, 10)
 
 
 def test_files(tmp_path):

@@ -8,12 +8,18 @@ Every file is flushed to disk before the rename, and the folders after it, so a 
 manifest is complete even if a process or host dies at any moment. The manifest lists every file
 with its size and SHA-256. `latest_checkpoint` checks sizes only; digests are compared when a
 checkpoint is loaded.
+
+A manifest is checked when it is read: a folder with another one is no checkpoint. A checkpoint may
+be a link to a folder elsewhere; nothing is ever removed there, only the link.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -21,9 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.config.input_files import read_json
+from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
+from mega_agentrl.types.serialization import from_builtins
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.policy import LoraConfig
@@ -31,7 +38,17 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = "mega_agentrl checkpoint 2"
+MAX_MANIFEST_BYTES = 1 << 28
+"""Largest manifest; one with the files of thousands of ranks and the state of a sampler of millions
+of rows has a tenth of that."""
 _PARTIAL_SUFFIX = ".partial-"
+_MAX_COUNT = 1 << 53
+"""Above any number of steps, ranks or bytes, and exact in every JSON reader."""
+_MAX_NAME_CHARS = 255
+_DTYPES = ("float32", "bfloat16", "float16")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +58,11 @@ class FileRecord:
     num_bytes: int
     sha256: str
     """Hexadecimal."""
+
+    def __post_init__(self) -> None:
+        _check_count("bytes of a file", self.num_bytes)
+        if not _SHA256.fullmatch(self.sha256):
+            raise InputError("SHA-256 of a file", self.sha256, "64 hexadecimal digits")
 
     @classmethod
     def from_file(cls, path: Path) -> FileRecord:
@@ -77,6 +99,18 @@ class CheckpointManifest:
     lora: dict[str, Any] | None = None
     """`lora_record` of the adapters that the checkpoint consists of; None if it has all weights."""
 
+    def __post_init__(self) -> None:
+        for name in ("number", "num_steps", "num_adam_steps", "num_ranks"):
+            _check_count(name, getattr(self, name))
+        if self.dtype not in _DTYPES:
+            raise InputError("dtype of a checkpoint", self.dtype, f"one of {', '.join(_DTYPES)}")
+        for name in self.files:
+            is_plain = Path(name).name == name and name.isprintable()
+            is_other = name in ("", "..", MANIFEST_FILE) or len(name) > _MAX_NAME_CHARS
+            if is_other or not is_plain:
+                expected = "the name of a file in the folder of the checkpoint"
+                raise InputError("a file of a checkpoint", name, expected)
+
     @classmethod
     def read(cls, folder: Path) -> CheckpointManifest:
         """Read the manifest of a folder.
@@ -92,17 +126,14 @@ class CheckpointManifest:
                 "the manifest of a finished checkpoint",
                 "an interrupted save, or another kind of folder",
             )
-        values = read_json(path, "checkpoint", "the manifest of a finished checkpoint")
+        with reading("checkpoint", path, "the manifest of a finished checkpoint"):
+            if path.stat().st_size > MAX_MANIFEST_BYTES:
+                raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+            values = dict(parse_json(path.read_bytes(), unique_keys=True))
         got_format = values.pop("format", None)
         if got_format != MANIFEST_FORMAT:
             raise InputError(f"format of {path}", got_format, repr(MANIFEST_FORMAT))
-        try:
-            files = {name: FileRecord(**record) for name, record in values.pop("files").items()}
-            return cls(files=files, **values)
-        except (AttributeError, KeyError, TypeError) as error:
-            expected = "the fields of a manifest"
-            cause = "a damaged manifest, or one of another version"
-            raise InputError(str(path), error, expected, cause) from None
+        return from_builtins(cls, values, str(path))
 
     def require_lora(self, folder: Path, lora: LoraConfig | None) -> None:
         """Raise `ValueError` if the checkpoint in `folder` has other adapters than a run's."""
@@ -139,6 +170,11 @@ class CheckpointManifest:
         atomic_write(folder / MANIFEST_FILE, text, fsync=True)
 
 
+def _check_count(name: str, value: int) -> None:
+    if not 0 <= value <= _MAX_COUNT:
+        raise InputError(name, value, f"0 to {_MAX_COUNT}")
+
+
 def _with_neutral_values(stored: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
     """Return a stored shape with keys that later versions have added, where they say nothing."""
     merged = {name: value for name, value in expected.items() if value in (None, False, [])}
@@ -172,7 +208,7 @@ def create_partial_folder(folder: Path, token: str) -> Path:
         expected = "a free name or an interrupted save"
         raise InputError(f"folder of the save {folder}", "other files", expected)
     for leftover in folder.parent.glob(f"{folder.name}{_PARTIAL_SUFFIX}*"):
-        shutil.rmtree(leftover)
+        _try_remove(leftover)
     partial = folder.with_name(f"{folder.name}{_PARTIAL_SUFFIX}{token}")
     partial.mkdir(parents=True)
     return partial
@@ -190,8 +226,8 @@ def commit_folder(partial: Path, folder: Path, manifest: CheckpointManifest) -> 
     for path in partial.iterdir():
         fsync_path(path)
     fsync_path(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
+    if os.path.lexists(folder):
+        _remove(folder)
     partial.rename(folder)
     fsync_path(folder.parent)
     manifest.write(folder)
@@ -244,19 +280,45 @@ def next_checkpoint_number(run_folder: Path) -> int:
 def prune_checkpoints(run_folder: Path, keep: int) -> list[Path]:
     """Remove all but the newest `keep` intact checkpoints, and the leftovers of earlier saves.
 
-    No save may be running in the folder. Returns the removed folders.
+    No save may be running in the folder. What cannot be removed stays, with a warning; so does a
+    file with the name of a leftover. Returns the removed folders and links.
     """
     if keep < 1:
         raise InputError("keep", keep, "at least 1: the newest checkpoint is always kept")
     old = [folder for folder, _ in list_checkpoints(run_folder)[:-keep]]
-    for folder in old:
-        # Without its manifest the folder is no checkpoint, even if the removal is interrupted.
-        (folder / MANIFEST_FILE).unlink()
-        fsync_path(folder)
-    removed = [*old, *run_folder.glob(f"*{_PARTIAL_SUFFIX}*")]
-    for folder in removed:
-        shutil.rmtree(folder)
-    return removed
+    leftovers = list(run_folder.glob(f"*{_PARTIAL_SUFFIX}*"))
+    return [path for path in (*old, *leftovers) if _try_remove(path)]
+
+
+def invalidate_checkpoint(folder: Path) -> None:
+    """Make a folder no checkpoint; of a link to a folder elsewhere only the link is removed."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        (folder / MANIFEST_FILE).unlink(missing_ok=True)
+
+
+def _try_remove(path: Path) -> bool:
+    """Remove a folder or a link; return whether it was removed, and warn if it cannot be."""
+    if not path.is_symlink() and not path.is_dir():
+        return False
+    try:
+        _remove(path)
+    except OSError as error:
+        _logger.warning("%s cannot be removed: %s", path, error)
+        return False
+    return True
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its contents, or a link without its target."""
+    if path.is_symlink():
+        path.unlink()
+        return
+    # Without its manifest the folder is no checkpoint, even if the removal is interrupted.
+    (path / MANIFEST_FILE).unlink(missing_ok=True)
+    fsync_path(path)
+    shutil.rmtree(path)
 
 
 def lora_record(lora: LoraConfig) -> dict[str, Any]:

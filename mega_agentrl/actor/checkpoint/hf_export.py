@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from mega_agentrl.actor import device
@@ -27,6 +26,7 @@ from mega_agentrl.actor.checkpoint.sharded_state import (
     has_master_weights,
     state_key,
 )
+from mega_agentrl.actor.checkpoint.torch_dist_reader import read_tensors
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
 from mega_agentrl.reshard.adapters import exact_product, merge_adapters
 from mega_agentrl.reshard.hf_checkpoint import (
@@ -144,7 +144,7 @@ def convert_checkpoint_to_hf(
             stored = lora_shapes(own, manifest.lora["rank"], manifest.lora["targets"])
         state = {stored_key(name): torch.empty(stored[name], dtype=dtype) for name in stored}
         if state:
-            dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+            read_tensors(state, checkpoint)
         tensors = {name: state[stored_key(name)] for name in stored}
         if manifest.lora is not None:
             tensors = _merge_adapters(model, shape, file.tensors, tensors, manifest.lora, dtype)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
 from mega_agentrl.actor.checkpoint.sharded_state import WEIGHT, state_key
+from mega_agentrl.actor.checkpoint.torch_dist_reader import read_tensors
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import read_json, reading
 from mega_agentrl.errors import InputError
@@ -58,7 +58,7 @@ def convert_checkpoint_to_peft(checkpoint: Path, model: Path, target: Path) -> N
         state_key(WEIGHT, name): torch.empty(full_shape, dtype=dtype)
         for name, full_shape in shapes.items()
     }
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    read_tensors(state, checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     with atomic_path(target / WEIGHTS_FILE) as temporary:
         tensors = {f"{_PREFIX}{name}": state[state_key(WEIGHT, name)] for name in shapes}

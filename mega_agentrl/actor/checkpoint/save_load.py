@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir, sharded_state
 from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
+from mega_agentrl.actor.checkpoint.torch_dist_reader import read_sharded_state
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.errors import InputError
@@ -112,8 +112,8 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     )
     # Not validated again: sizes and coverage were checked by the save, the shape above.
     with track_activity("reading of the checkpoint", model.groups.describe_peers("all")):
-        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    sharded_state.restore_rng_state(loaded[sharded_state.RNG])
+        objects = read_sharded_state(state, folder)
+    sharded_state.restore_rng_state(objects[sharded_state.RNG])
     if model.is_trainable:
         model.optimizer.set_num_steps(manifest.num_adam_steps)
     model.num_steps = manifest.num_steps

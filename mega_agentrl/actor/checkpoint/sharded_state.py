@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.training.optimizer import MOMENTS
+from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Rect
 from mega_agentrl.reshard.mapping.lora_layout import is_lora_param
 from mega_agentrl.reshard.mapping.model_mapping import (
@@ -119,11 +120,24 @@ def stored_shapes(model: MegatronModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-def restore_rng_state(loaded: dict[str, torch.Tensor]) -> None:
-    """Restore torch's random state."""
-    torch.set_rng_state(loaded["cpu"])
-    if device.has_cuda() and "cuda" in loaded:
-        torch.cuda.set_rng_state(loaded["cuda"])
+def restore_rng_state(loaded: Any) -> None:
+    """Restore torch's random state, as `_rng_state` has it.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    for kind, own in _rng_state().items():
+        state = loaded.get(kind) if isinstance(loaded, dict) else None
+        if state is None and kind == "cuda":  # the checkpoint of a run on CPUs
+            continue
+        is_tensor = isinstance(state, torch.Tensor)
+        if not is_tensor or (state.dtype, state.shape) != (own.dtype, own.shape):
+            got = (state.dtype, tuple(state.shape)) if is_tensor else type(state).__name__
+            raise InputError(f"random state of {kind}", got, f"{own.dtype}, {tuple(own.shape)}")
+        if kind == "cuda":
+            torch.cuda.set_rng_state(state)
+        else:
+            torch.set_rng_state(state)
 
 
 def rects_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Rect]:

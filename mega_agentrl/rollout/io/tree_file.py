@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT_VERSION = 3
+MAX_TREE_TOKENS = 1 << 24
+"""Tokens of a tree, shared ones once: 64 answers of 262,144 tokens. A line of a few bytes can name
+any number of equal tokens."""
 _CORRUPT_FILE_CAUSE = "another program's file, or a copy that was cut"
 
 
@@ -179,7 +182,7 @@ def _parse_line(text: bytes, where: str) -> Any:
     """Parse a line and check its format version and fields."""
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         whole = "a line" if text.endswith(b"\n") else "half a line"
         got = f"{whole} of {len(text)} bytes that is not JSON ({error})"
         raise InputError(where, got, "one rollout tree", _CORRUPT_FILE_CAUSE) from None
@@ -199,6 +202,10 @@ def _tree_to_line(tree: NodeTree) -> dict[str, Any]:
 
 
 def _tree_from_line(line: Any, where: str) -> NodeTree:
+    sizes = [node.stop - node.start for node in line.nodes]
+    if min(sizes, default=0) < 0 or sum(sizes) > MAX_TREE_TOKENS:
+        expected = f"0 to {MAX_TREE_TOKENS} in all"
+        raise InputError(f"{where}: tokens of the nodes", sum(sizes), expected, _CORRUPT_FILE_CAUSE)
     tree = NodeTree(
         prompt=restore_messages(line.prompt),
         nodes=tuple(

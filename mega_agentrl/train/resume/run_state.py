@@ -17,7 +17,6 @@ groups carried over to the next step, whose prompts the restored sampler returns
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
+from mega_agentrl.report.metrics_file import iter_lines, parse_line
 from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.evaluate import ValidationResult
 from mega_agentrl.train.resume.run_dir import (
@@ -42,6 +42,7 @@ from mega_agentrl.types.serialization import from_builtins, to_builtins
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from mega_agentrl.report.metrics_file import MetricLine
     from mega_agentrl.types.protocols import Critic, Policy
 
 DEFAULT_CHECKPOINT_DIR = CHECKPOINTS_DIR
@@ -119,11 +120,11 @@ def save_checkpoint(
         replace(manifest, extra=to_builtins(state)).write(folder)
         return folder
     if folder not in valid:
-        (folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
+        checkpoint_folder.invalidate_checkpoint(folder)
     if critic is not None and state.step:
         critic_folder = _critic_checkpoint_dir(folder)
         # The manifest may be left from a save that was interrupted between the two parts.
-        (critic_folder / checkpoint_folder.MANIFEST_FILE).unlink(missing_ok=True)
+        checkpoint_folder.invalidate_checkpoint(critic_folder)
         # One more than the policy, whose newest checkpoint is written after this one.
         critic.save_checkpoint(critic_folder, {}, keep + 1)
     policy.save_checkpoint(folder, to_builtins(state), keep)
@@ -169,7 +170,8 @@ def load_newest_checkpoint(
                 raise
             _logger.warning("checkpoint %s is skipped: %s (%s)", folder, damage, error)
             path = folder / checkpoint_folder.MANIFEST_FILE
-            path.rename(path.with_suffix(".damaged"))
+            if not folder.is_symlink():  # the folder elsewhere stays as it is
+                path.rename(path.with_suffix(".damaged"))
     return None
 
 
@@ -219,7 +221,7 @@ def truncate_metrics(
 ) -> int:
     """Remove the lines from `metrics.jsonl` that the continued run will write again.
 
-    An incomplete last line is removed, too.
+    Lines that cannot be read, such as an incomplete last one, are removed, too, with one warning.
 
     Args:
         run_dir: Folder of the run.
@@ -234,35 +236,39 @@ def truncate_metrics(
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return 0
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    remaining = [
-        line
-        for line in lines
-        if line.endswith("\n")
-        and not _is_line_after(
-            json.loads(line), step, has_validation_before, last_validated_step, sft_steps
-        )
-    ]
-    if len(remaining) < len(lines):
-        atomic_write(path, "".join(remaining))
-    return len(lines) - len(remaining)
+    num_lines, num_unreadable, remaining = 0, 0, []
+    with path.open("rb") as file:
+        for text in iter_lines(file):
+            num_lines += 1
+            line = parse_line(text)
+            if line is None or not text.endswith(b"\n"):
+                num_unreadable += 1
+            elif not _is_line_after(
+                line, step, has_validation_before, last_validated_step, sft_steps
+            ):
+                remaining.append(text)
+    if num_unreadable:
+        _logger.warning("%s: %d lines cannot be read and are removed", path, num_unreadable)
+    if len(remaining) < num_lines or path.is_symlink():
+        atomic_write(path, b"".join(remaining))
+    return num_lines - len(remaining)
 
 
 def _is_line_after(
-    record: Mapping[str, Any],
+    line: MetricLine,
     step: int,
     has_validation_before: bool,
     last_validated_step: int,
     sft_steps: float,
 ) -> bool:
-    match record["stage"]:
+    match line.stage:
         case "rl":
-            return bool(record["step"] > step)
+            return line.step > step
         case "sft":
-            return bool(record["step"] > sft_steps)
+            return line.step > sft_steps
         case "held_out_during":
-            return bool(record["step"] > last_validated_step)
+            return line.step > last_validated_step
         case "held_out_before":
             return not has_validation_before
         case stage:
-            return bool(stage == "held_out_after")
+            return stage == "held_out_after"

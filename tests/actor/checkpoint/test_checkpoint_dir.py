@@ -138,20 +138,70 @@ def test_another_format_is_refused(tmp_path):
     assert caught.value.got == "other 2"
 
 
-@pytest.mark.parametrize("damage", ["a field less", "a field more", "files without sizes"])
-def test_a_manifest_with_other_fields_is_refused(tmp_path, damage):
+def changed(*places, value):
+    """A function that sets the value at a place of a manifest."""
+
+    def change(values):
+        *outer, last = places
+        for place in outer:
+            values = values[place]
+        values[last] = value
+
+    return change
+
+
+NO_FILE = {"num_bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.pop("num_steps"),
+        changed("color", value="red"),
+        changed("files", value={"data": {"sha256": "0" * 64}}),
+        changed("number", value="a"),
+        changed("number", value=float("nan")),
+        changed("number", value=-1),
+        changed("number", value=10**400),
+        changed("number", value=None),
+        changed("num_ranks", value=1e300),
+        changed("dtype", value="load"),
+        changed("shape", value=[1]),
+        changed("extra", value="x"),
+        changed("files", "../../etc/passwd", value=NO_FILE),
+        changed("files", "/etc/passwd", value=NO_FILE),
+        changed("files", "a/b", value=NO_FILE),
+        changed("files", "..", value=NO_FILE),
+        changed("files", "", value=NO_FILE),
+        changed("files", "a\0b", value=NO_FILE),
+        changed("files", "n" * 300, value=NO_FILE),
+        changed("files", "data", "num_bytes", value=-1),
+        changed("files", "data", "sha256", value="../x"),
+    ],
+)
+def test_a_manifest_with_other_values_is_refused(tmp_path, change):
     folder = write(tmp_path / "a")
     values = json.loads((folder / "manifest.json").read_text())
-    if damage == "a field less":
-        del values["num_steps"]
-    elif damage == "a field more":
-        values["color"] = "red"
-    else:
-        values["files"] = {"data": {"sha256": "0"}}
+    change(values)
     (folder / "manifest.json").write_text(json.dumps(values))
     with pytest.raises(InputError) as caught:
         CheckpointManifest.read(folder)
     assert caught.value.name == str(folder / "manifest.json")
+    write(tmp_path / "b", 2)
+    assert latest_checkpoint(tmp_path) == tmp_path / "b"
+    assert prune_checkpoints(tmp_path, 1) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"format": "x", "format": "y"}', bytes(64)],
+    ids=["empty", "a list", "no UTF-8", "depth", "a key twice", "zeros"],
+)
+def test_a_manifest_that_is_no_object_is_refused(tmp_path, text):
+    folder = write(tmp_path / "a")
+    (folder / "manifest.json").write_bytes(text)
+    with pytest.raises(InputError):
+        CheckpointManifest.read(folder)
     assert latest_checkpoint(tmp_path) is None
 
 
@@ -175,3 +225,63 @@ def test_extra_values_must_be_plain():
     with pytest.raises(InputError) as caught:
         to_json_dict({"a": {1}}, "extra")
     assert caught.value.name == "extra"
+
+
+def test_an_old_checkpoint_that_was_moved_away_loses_only_its_link(tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "cheaper disk"
+    elsewhere.mkdir()
+    write(run / "a", 1).rename(elsewhere / "a")
+    (run / "a").symlink_to(elsewhere / "a")
+    before = sorted(path.name for path in (elsewhere / "a").iterdir())
+    write(run / "b", 2)
+    assert prune_checkpoints(run, 1) == [run / "a"]
+    assert [path.name for path in run.iterdir()] == ["b"]
+    assert sorted(path.name for path in (elsewhere / "a").iterdir()) == before
+    assert latest_checkpoint(elsewhere) == elsewhere / "a"
+
+
+def test_links_and_files_with_the_names_of_leftovers_do_not_stop_a_save(tmp_path):
+    run, target = tmp_path / "run", tmp_path / "papers"
+    target.mkdir()
+    (target / "thesis.txt").write_text("dear")
+    write(run / "a", 1)
+    (run / "b.partial-1").symlink_to(target)
+    (run / "b.partial-2").symlink_to(tmp_path / "nowhere")
+    (run / "b.partial-3").write_text("notes")
+    (run / "c.partial-4").symlink_to(target / "thesis.txt")
+    write(run / "b", 2)
+    prune_checkpoints(run, 1)
+    assert sorted(path.name for path in run.iterdir()) == ["b", "b.partial-3"]
+    assert (target / "thesis.txt").read_text() == "dear"
+
+
+def test_a_link_in_the_place_of_an_interrupted_save_is_replaced_and_its_target_stays(tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "metadata.json").write_text("{}")
+    run = tmp_path / "run"
+    run.mkdir()
+    for name, place in (("a", target), ("b", tmp_path / "nowhere")):
+        (run / name).symlink_to(place)
+        write(run / name)
+        assert not (run / name).is_symlink()
+    assert (target / "metadata.json").read_text() == "{}"
+    (run / "c").symlink_to(target)
+    checkpoint_dir.invalidate_checkpoint(run / "c")
+    assert [path.name for path in target.iterdir()] == ["metadata.json"]
+
+
+def test_a_folder_that_cannot_be_removed_stays_with_a_line(tmp_path, monkeypatch, caplog):
+    for number, name in enumerate("abc", start=1):
+        write(tmp_path / name, number)
+    rmtree = checkpoint_dir.shutil.rmtree
+
+    def fail(path):
+        if path.name == "a":
+            raise PermissionError(13, "Permission denied", str(path))
+        rmtree(path)
+
+    monkeypatch.setattr(checkpoint_dir.shutil, "rmtree", fail)
+    assert prune_checkpoints(tmp_path, 1) == [tmp_path / "b"]
+    assert len(caplog.records) == 1
+    assert latest_checkpoint(tmp_path) == tmp_path / "c"

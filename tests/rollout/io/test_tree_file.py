@@ -186,3 +186,24 @@ def test_trees_are_read_one_by_one(tmp_path):
     with pytest.raises(InputError) as caught:
         next(reader)
     assert (caught.value.name, caught.value.got) == (str(path), "1 lines")
+
+
+@pytest.mark.parametrize("stop", [-1, 10**12], ids=["negative", "huge"])
+def test_a_line_cannot_name_more_tokens_than_a_tree_has(tmp_path, stop):
+    """Equal tokens are stored as one number, so that a short line may ask for any memory."""
+    path = tmp_path / "step.jsonl"
+    write_trees(path, [nested_tree()], stage="rl", step=1)
+    line = json.loads(path.read_text())
+    line["nodes"][0] |= {"start": 0, "stop": stop, "turn": None, "token_ids": 5}
+    path.write_text(json.dumps(line))
+    with pytest.raises(InputError) as caught:
+        list(read_trees(path))
+    assert caught.value.name == f"{path}:1: tokens of the nodes"
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "step.jsonl"
+    path.write_text("[" * 200_000)
+    with pytest.raises(InputError) as caught:
+        list(read_trees(path))
+    assert caught.value.name == f"{path}:1"

@@ -178,6 +178,55 @@ def test_metrics_behind_the_checkpoint_are_forgotten(tmp_path, lines, arguments,
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\0" * 40 + b"\n",
+        b'{"stage": "rl", "st\n',
+        b"\xff\xfe\n",
+        b"[" * 100_000 + b"\n",
+        b'{"stage": 3, "step": 1}\n',
+        b'{"stage": "rl", "step": "x"}\n',
+        b'{"stage": "rl"}\n',
+        b"7\n",
+    ],
+    ids=["NUL", "half", "no UTF-8", "depth", "stage", "step", "no step", "a number"],
+)
+def test_lines_in_the_middle_that_cannot_be_read_are_removed_with_one_line(
+    tmp_path, damage, caplog
+):
+    first, last = (json.dumps({"stage": "rl", "step": step}).encode() + b"\n" for step in (1, 2))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(first + damage + damage + last)
+    assert run_state.truncate_metrics(tmp_path, 2) == 2
+    assert path.read_bytes() == first + last
+    assert len(caplog.records) == 1
+    assert "2 lines" in caplog.text
+
+
+def test_a_run_goes_on_in_a_file_of_its_own_if_its_metrics_are_a_link(tmp_path):
+    target = tmp_path / "thesis.txt"
+    target.write_text("dear\n")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to(target)
+    run_state.truncate_metrics(run, 2)
+    assert not (run / "metrics.jsonl").is_symlink()
+    assert target.read_text() == "dear\n"
+
+
+def test_a_damaged_checkpoint_elsewhere_loses_only_its_link(tmp_path):
+    folder = run_state.save_checkpoint(FilePolicy(0.25), tmp_path / "run", state_at(2))
+    elsewhere = tmp_path / "elsewhere"
+    folder.rename(elsewhere)
+    folder.symlink_to(elsewhere)
+    (elsewhere / WEIGHT).write_bytes(b"")
+    before = {path.name: path.read_bytes() for path in elsewhere.iterdir()}
+    run_state.save_checkpoint(FilePolicy(0.5), tmp_path / "run", state_at(2))
+    assert not folder.is_symlink()
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
+
+
 def test_a_run_without_metrics_has_none_to_forget(tmp_path):
     assert run_state.truncate_metrics(tmp_path, 0) == 0
 
