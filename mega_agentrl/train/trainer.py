@@ -291,12 +291,13 @@ def train_with_restarts(
         except (RankLostError, AuxiliaryModelLostError) as error:
             previous_checkpoint, newest_checkpoint = newest_checkpoint, _newest_checkpoint(config)
             num_failures = num_failures + 1 if previous_checkpoint == newest_checkpoint else 1
-            lost = "the policy is" if isinstance(error, RankLostError) else "the models are"
-            _logger.warning("%s lost (%d): %s", lost, num_failures, error)
+            _logger.warning("a model is lost (%d): %s", num_failures, error)
             if num_failures >= MAX_FAILURES_WITHOUT_PROGRESS:
                 raise
             where = "the beginning" if newest_checkpoint is None else newest_checkpoint
-            print(f"{lost} restarted from {where}: {error}", file=sys.stderr)
+            is_policy = isinstance(error, RankLostError)
+            text = "the policy is restarted from" if is_policy else "the models are restarted from"
+            print(f"{text} {where}: {error}", file=sys.stderr)
 
 
 def _restart_models(

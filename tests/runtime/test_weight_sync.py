@@ -278,6 +278,26 @@ def test_new_and_replaced_engines_get_the_current_version_without_pausing_others
     sides.check_received(2)
 
 
+def test_ranks_leave_a_link_that_not_all_have_joined(sides, monkeypatch):
+    """Else a rank keeps its buffers, of which there may be few where an engine was killed."""
+    gather = sides.weight_sync._gather
+
+    def gather_and_fail(operation, calls):
+        results = gather(operation, calls)
+        if operation == "joining the weight transfer":
+            raise RemoteCallError("engine 1 was killed", operation, ["engine 1"])
+        return results
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sides.weight_sync, "_gather", gather_and_fail)
+        with pytest.raises(RemoteCallError):
+            sides.weight_sync.connect([0, 1])
+    assert set(gather("links", sides.policy.submit_to_ranks("num_links")).values()) == {0}
+    sides.sync(1)
+    assert set(gather("links", sides.policy.submit_to_ranks("num_links")).values()) == {1}
+    sides.check_received(1)
+
+
 def test_link_that_failed_to_close_is_not_used_again(sides):
     sides.sync(1)
     sides.policy.call_all("fail_to_leave")
@@ -405,6 +425,16 @@ def test_engine_that_died_before_a_sync_is_replaced_and_gets_the_weights(sides, 
     assert sides.engines.registry.num_replaced == 1
     assert sides.engines.routable_engines == [0, 1]
     sides.check_received(2)
+
+
+def test_engine_that_dies_while_the_first_link_opens_is_replaced(sides, processes):
+    sides.coordinator.start()
+    processes.kill(sides.engines._actors[1])
+    assert sides.coordinator.connect().num_trainer_ranks == NUM_RANKS
+    assert sides.engines.registry.num_replaced == 1
+    sides.sync(1)
+    assert sides.engines.routable_engines == [0, 1]
+    sides.check_received(1)
 
 
 def test_dead_policy_rank_is_named(sides, processes):

@@ -129,6 +129,10 @@ class FakeRank(PolicyActor):
         """Call a method that only tests have, too."""
         return getattr(self._policy, method)(*args)
 
+    def num_links(self):
+        """Number of links that this rank has joined and not left."""
+        return len(self._links)
+
     def leave_weight_transfer(self, key):
         super().leave_weight_transfer(key)
         if self._policy.fails_to_leave:

@@ -3,6 +3,7 @@
 import io
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 from rich.console import Console
@@ -66,11 +67,15 @@ class FakeMonitors:
 
 def test_monitors_are_called_in_a_run(components, config):
     monitors = FakeMonitors()
-    components.monitors = Monitors(trackers=[monitors], gpu=monitors, rollout_spans=monitors)
+    driver = SimpleNamespace(collect=lambda: {"driver/rss_mib": 3.0})
+    components.monitors = Monitors(
+        trackers=[monitors], gpu=monitors, driver=driver, rollout_spans=monitors
+    )
     train(components, config)
     seen = [(stage, step) for stage, step, _ in monitors.lines]
     assert seen == [("held_out_before", 0), ("rl", 1), ("rl", 2), ("held_out_after", 2)]
     _, _, numbers = monitors.lines[1]
+    assert numbers["driver/rss_mib"] == 3.0
     assert numbers["gpu/util/min"] == 0.5 and numbers["perf/tokens_per_s"] > 0
     assert numbers["perf/unique_tokens_per_s"] > 0 and numbers["tree/token_ratio"] > 1
     assert "gpu/util/worst" not in numbers and "perf/mfu" not in numbers
