@@ -183,7 +183,7 @@ read -r -a driver <<<"${MEGA_AGENTRL_DRIVER:-python -m mega_agentrl}"
 run_dir=$("${driver[@]}" "$@" --cfg job --package run_dir) || exit "$BAD_INPUT"
 run_dir=${run_dir##*$'\n'}
 log_dir=$(dirname "$run_dir")/slurm-$SLURM_JOB_ID
-mkdir -p "$log_dir"
+mkdir -p -m 700 "$log_dir" # as the folder of the run
 work_dir=$(mktemp -d)
 trap tear_down EXIT
 

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from mega_agentrl.config.algorithm_traits import BRANCHING_RULES, ESTIMATORS, LOSSES
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import read_yaml, reading
 from mega_agentrl.config.override_keys import known_sections
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.errors import InputError
@@ -40,14 +41,17 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a run's `config.yaml` as values by dotted key; empty if there is no file.
 
     Raises:
-        ValueError: the file is not a mapping.
+        ValueError: the file is not yaml, or not a mapping.
     """
     if not path.is_file():
         return {}
-    loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    expected = "a run's configuration"
+    read_yaml(path, str(path), expected)  # bounds its size, for it may be anybody's
+    with reading(str(path), path, expected):
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     if not isinstance(loaded, dict) or not loaded:
         got = f"{type(loaded).__name__} without a key"
-        raise InputError(str(path), got, "a run's configuration")
+        raise InputError(str(path), got, expected)
     return flatten_config(loaded)
 
 

@@ -67,6 +67,6 @@ def read_starts(run_dir: Path) -> list[RunStart]:
     for line in lines:
         try:
             starts.append(from_builtins(RunStart, json.loads(line), str(path)))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     return starts

@@ -19,6 +19,7 @@ def test_starts_are_read_back_in_order_without_lines_that_a_kill_cut_off(tmp_pat
     append_start(tmp_path, START)
     with (tmp_path / "starts.jsonl").open("a") as file:
         file.write('{"time": "2026\n[1]\n{"time": "x", "later_field": 1}\n')
+        file.write("[" * 100_000 + "\n\0\n")
     append_start(tmp_path, START)
     assert read_starts(tmp_path) == [START, START]
 

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -60,6 +61,7 @@ def test_usr1_always_requeues_and_lost_processes_up_to_a_limit(jobs, tmp_path):
     logs = jobs.run_dir.parent / f"slurm-{job}"
     expected = {"driver.log", "ray-n1.log", "ray-n2.log", "lost"}
     assert {path.name for path in logs.iterdir()} == expected
+    assert stat.S_IMODE(logs.stat().st_mode) == 0o700
     assert (logs / "ray-n1.log").read_text().count("too slow") == 1
     assert not (jobs.run_dir / "start-3.json").exists()
 

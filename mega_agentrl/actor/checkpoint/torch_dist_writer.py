@@ -6,6 +6,10 @@ file and a report with its plan; rank 0 builds the global metadata from the repo
 Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the
 result. The ranks are synchronised by `checkpoint.save_barrier`, without collectives.
 
+The reports are pickled. They go from the ranks to rank 0 of one save, through the folder that rank
+0 has created for it under an unused name, and are removed before it becomes a checkpoint: none is
+ever read from the folder of an earlier run, or of somebody else's.
+
 The private names that are imported from Megatron and torch are those of the pinned version,
 megatron-core 0.16.1.
 """

@@ -11,11 +11,13 @@ each of them, because the metrics are means over trajectories. Evaluations are n
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
+
+from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.errors import InputError
 from mega_agentrl.report.compare.algorithms import EvalCostPoint
 from mega_agentrl.report.config_diff import read_config
@@ -27,9 +29,38 @@ if TYPE_CHECKING:
 
     from mega_agentrl.report.metrics_file import MetricLine, MetricLog
 
+RecordT = TypeVar("RecordT")
+
 JOB_FILE = "sweep_job.json"
 STATE_DONE, STATE_FAILED, STATE_UNFINISHED = "done", "failed", "unfinished"
 _RUN_DIR_KEY, _SEED_KEY = "run_dir", "seed"
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailureCount:
+    """Trajectories of a stage in `summary.json`."""
+
+    num_failed: Count = 0
+    num_trajectories: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Summary:
+    """The part of `summary.json` that is compared."""
+
+    train_seconds: float | None = None
+    failed: dict[str, _FailureCount | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """`sweep_job.json`."""
+
+    failed: str | None = None
+    overrides: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,26 +99,27 @@ def read_run_result(folder: Path) -> RunResult:
         ValueError: the folder contains no run, or a file in it cannot be read.
     """
     config = read_config(folder / "config.yaml")
-    job = _read_json(folder / JOB_FILE)
-    if not config and not job:
+    job = _read_record(folder / JOB_FILE, _Job)
+    if not config and job is None:
         got = f"neither config.yaml nor {JOB_FILE}"
         raise InputError(str(folder), got, "the folder of a run")
-    summary = _read_json(folder / "summary.json")
+    job = job or _Job()
+    summary = _read_record(folder / "summary.json", _Summary)
     log = read_metrics(folder / "metrics.jsonl")
-    reason = str(job.get("failed") or "")
+    reason = job.failed or ""
     steps = log.lines_of_stage("rl")
-    overrides = tuple(map(str, job.get("overrides", ())))
+    overrides = tuple(map(str, job.overrides))
     return RunResult(
         name=folder.name,
         seed=_seed(config, overrides),
         overrides=overrides,
         settings={key: str(config[key]) for key in config if key not in (_RUN_DIR_KEY, _SEED_KEY)},
-        state=STATE_FAILED if reason else STATE_DONE if summary else STATE_UNFINISHED,
+        state=STATE_FAILED if reason else STATE_DONE if summary is not None else STATE_UNFINISHED,
         failure_reason=reason,
         eval_points=tuple(_eval_points(log)),
         num_tokens=sum(map(_num_tokens, steps)),
         num_tool_calls=sum(map(_num_tool_calls, steps)),
-        train_s=float(summary.get("train_seconds") or sum(line.duration_s for line in steps)),
+        train_s=(summary and summary.train_seconds) or sum(line.duration_s for line in steps),
         failed_fraction=_failed_fraction(summary, "training"),
         held_out_failed_fraction=_failed_fraction(summary, "before", "after"),
     )
@@ -124,27 +156,26 @@ def _job_order(path: Path) -> tuple[float, str]:
     return (int(head) if head.isdecimal() else math.inf, path.name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """Return the part of a JSON file that `kind` describes; None without a file.
+
+    Raises:
+        ValueError: The file has other values.
+    """
     if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(str(path), error, "JSON") from error
-    return value if isinstance(value, dict) else {}
+        return None
+    with reading(str(path), path, "JSON of a run"):
+        return msgspec.convert(parse_json(path.read_bytes()), kind)
 
 
-def _failed_fraction(summary: Mapping[str, Any], *stages: str) -> float:
+def _failed_fraction(summary: _Summary | None, *stages: str) -> float:
     """Return the share of trajectories that failed in stages of the run; nan if it has none."""
-    failed = summary.get("failed")
-    counts = [failed.get(stage) for stage in stages] if isinstance(failed, dict) else []
-    pairs = [
-        (count.get("num_failed", 0), count.get("num_trajectories", 0))
-        for count in counts
-        if isinstance(count, dict)
-    ]
-    num_trajectories = sum(number for _, number in pairs)
-    return sum(number for number, _ in pairs) / num_trajectories if num_trajectories else math.nan
+    failed = (summary and summary.failed) or {}
+    counts = [count for stage in stages if (count := failed.get(stage)) is not None]
+    num_trajectories = sum(count.num_trajectories for count in counts)
+    if not num_trajectories:
+        return math.nan
+    return sum(count.num_failed for count in counts) / num_trajectories
 
 
 def _seed(config: Mapping[str, Any], overrides: tuple[str, ...]) -> int:

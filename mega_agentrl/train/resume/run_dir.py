@@ -23,7 +23,7 @@ share runs with a group, create the folder first.
 from __future__ import annotations
 
 import itertools
-import json
+import logging
 import stat
 import tempfile
 from contextlib import suppress
@@ -36,6 +36,7 @@ from hydra.experimental.callback import Callback
 from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FILE, list_checkpoints
 from mega_agentrl.config.checks.inputs import check_run_dir
 from mega_agentrl.config.errors import ConfigError
+from mega_agentrl.config.input_files import read_json, read_yaml
 from mega_agentrl.report.config_diff import complete_settings, flatten_config
 from mega_agentrl.train.resume.run_lock import lock_run_dir
 from mega_agentrl.types.atomic_file import atomic_write
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 CONFIG_FILE, METRICS_FILE, SUMMARY_FILE = "config.yaml", "metrics.jsonl", "summary.json"
 CHECKPOINTS_DIR, WARM_START_DIR, CRITIC_DIR = "checkpoints", "warm_start", "critic"
 TREE_STORE_FILE = "unfinished_step_rollouts.bin"
+
+_logger = logging.getLogger(__name__)
 
 MUTABLE_KEYS = (
     "run_dir",
@@ -199,6 +202,7 @@ def changed_keys(earlier: str, now: str) -> list[str]:
 def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
     if not (run_dir / CONFIG_FILE).is_file():
         return False
+    read_yaml(run_dir / CONFIG_FILE, "run_dir", "the settings of the run in that folder")
     earlier = (run_dir / CONFIG_FILE).read_text(encoding="utf-8")
     keys = changed_keys(earlier, config_yaml)
     if (run_dir / SUMMARY_FILE).exists():
@@ -232,8 +236,21 @@ def _is_longer(run_dir: Path, earlier: str, now: str) -> bool:
     old, new = (complete_settings(yaml.safe_load(text)) for text in (earlier, now))
     if new["total_epochs"]:
         return bool(new["total_epochs"] > old["total_epochs"])
-    summary = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-    return bool(new["total_steps"] > summary["num_steps"])
+    num_steps = _num_finished_steps(run_dir)
+    return num_steps is None or bool(new["total_steps"] > num_steps)
+
+
+def _num_finished_steps(run_dir: Path) -> int | None:
+    """Return the number of steps of a finished run; None, with a warning, if it is unreadable."""
+    path = run_dir / SUMMARY_FILE
+    try:
+        num_steps = read_json(path, "run_dir", "the summary of a finished run").get("num_steps")
+    except ValueError as error:
+        num_steps = error
+    if type(num_steps) is int:
+        return num_steps
+    _logger.warning("%s has no number of steps, and the run continues: %s", path, num_steps)
+    return None
 
 
 def _move_aside(run_dir: Path) -> Path:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-LOCK_FILE = "run.lock"
+LOCK_FILE, LOG_DIR = "run.lock", "logs"
 
 _logger = logging.getLogger(__name__)
 
@@ -31,8 +31,10 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     Where the file system has no locks, a warning is logged and the body runs without one.
 
     Raises:
-        ConfigError: Another process holds it; the error names its host and pid.
+        ConfigError: Another process holds it; the error names its host and pid. Or a file of the
+            folder is a link, so that the run would write elsewhere.
     """
+    _refuse_links(run_dir)
     lock = FileLock(run_dir / LOCK_FILE, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
@@ -54,3 +56,15 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """Raise a `ConfigError` if a file that a run writes is a link; folders may be links."""
+    for path in (*run_dir.iterdir(), *(run_dir / LOG_DIR).glob("*")):
+        if path.is_symlink() and not path.is_dir():
+            raise ConfigError(
+                "run_dir",
+                f"{run_dir}, where {path.relative_to(run_dir)} is a link to {path.readlink()}",
+                "a folder with files of its own; only folders in it may be links",
+                "the folder is somebody else's, or the file was moved to another disk",
+            )

@@ -80,6 +80,34 @@ def test_the_fraction_of_failed_trajectories_is_nan_if_unknown(folder, summary, 
     assert math.isnan(found) if fraction is None else found == fraction
 
 
+@pytest.mark.parametrize(
+    "summary",
+    [
+        b'{"train_seconds": "x"}',
+        b'{"failed": {"training": {"num_failed": "1"}}}',
+        b'{"failed": {"training": {"num_failed": -1, "num_trajectories": 4}}}',
+        b'{"failed": 3}',
+        b"[" * 100_000,
+        b"\xff",
+        b"[1]",
+    ],
+    ids=["seconds", "text", "sign", "number", "depth", "no UTF-8", "a list"],
+)
+def test_a_summary_with_other_values_is_refused_by_name(folder, summary):
+    (folder / "summary.json").write_bytes(summary)
+    with pytest.raises(InputError) as caught:
+        read_run_result(folder)
+    assert caught.value.name == str(folder / "summary.json")
+
+
+@pytest.mark.parametrize("settings", ["a: [", "a: &a [1,1]\n" + "b: &b [*a,*a]\n" * 2])
+def test_settings_that_are_no_yaml_are_refused_by_name(folder, settings):
+    (folder / "config.yaml").write_text(settings)
+    with pytest.raises(InputError) as caught:
+        read_run_result(folder)
+    assert caught.value.name == str(folder / "config.yaml")
+
+
 def test_failed_answers_are_those_of_all_evaluations(folder):
     before, after = ({"num_failed": n, "num_trajectories": 8} for n in (1, 3))
     summary = {"failed": {"training": None, "before": before, "after": after}}

@@ -183,6 +183,48 @@ def test_a_finished_run_continues_if_it_is_asked_for_more(tmp_path, earlier, now
     assert (run_dir / "checkpoints" / "step-000010").exists() is continues
 
 
+@pytest.mark.parametrize(
+    "summary",
+    [b"", b"\0" * 9, b"[" * 100_000, b'{"num_steps": "x"}', b"[]"],
+    ids=["empty", "zeros", "depth", "text", "a list"],
+)
+def test_a_run_whose_summary_is_damaged_continues_with_a_line(tmp_path, summary, caplog):
+    run_dir = tmp_path / "run"
+    finished(run_dir, num_steps=10)
+    (run_dir / "summary.json").write_bytes(summary)
+    assert prepare_run_dir(run_dir, text(), resume=True) == (True, None)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [b"a: [", b"a: &a [1]\nb: !!python/object:os.system {}", b"\0"]
+)
+def test_settings_that_are_no_yaml_are_an_error_that_names_the_folder(tmp_path, settings):
+    begun(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_bytes(settings)
+    with pytest.raises(ConfigError) as caught:
+        prepare_run_dir(tmp_path / "run", text(), resume=True)
+    assert caught.value.key == "run_dir"
+
+
+@pytest.mark.parametrize("name", ["run.lock", "starts.jsonl", "metrics.jsonl", "logs/driver.log"])
+def test_a_folder_in_which_a_file_is_a_link_is_refused_before_anything_is_written(tmp_path, name):
+    run_dir, target = tmp_path / "run", tmp_path / "thesis.txt"
+    (run_dir / "logs").mkdir(parents=True)
+    (tmp_path / "disk").mkdir()
+    (run_dir / "checkpoints").symlink_to(tmp_path / "disk")
+    with lock_run_dir(run_dir):
+        pass
+    target.write_text("dear")
+    (run_dir / name).unlink(missing_ok=True)
+    (run_dir / name).symlink_to(target)
+    with pytest.raises(ConfigError) as caught, lock_run_dir(run_dir):
+        pass
+    assert caught.value.key == "run_dir"
+    assert name in caught.value.got
+    assert target.read_text() == "dear"
+
+
 def test_a_finished_run_without_its_checkpoint_starts_anew(tmp_path):
     finished(tmp_path / "run", num_steps=10)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
