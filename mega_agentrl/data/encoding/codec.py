@@ -180,7 +180,9 @@ class ChatTemplate:
             str(token): token_id for token, token_id in self._tokenizer.get_added_vocab().items()
         }
         between_turns = self._text_between_turns()
-        turn_tokens = self._special_tokens | {text for text in added if text in between_turns}
+        turn_tokens = self._special_tokens | {
+            text for text in self.control_tokens if text in between_turns
+        }
         all_tokens = turn_tokens | set(self.control_tokens)
         # The texts between which a turn is cut out may not stand in it either.
         return ControlTexts(

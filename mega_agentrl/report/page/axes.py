@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 _TICK_MULTIPLES = (1.0, 2.0, 5.0, 10.0)
 _MAX_DECADE_TICKS = 6
+_MAX_SIZE, _MIN_SIZE = 1e300, 1e-300
+"""Larger values are drawn at the end of the axis, and smaller ones on a logarithmic axis at its
+beginning. Sums, squares of ticks and powers of ten of them are doubles."""
+_MIN_STEP, _MIN_RELATIVE_STEP = 1e-300, 1e-15
+"""Smallest distance of ticks, and the same as a share of their size: doubles tell them apart."""
 _UNIT_SUFFIXES = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 
 
@@ -35,15 +40,17 @@ class Axis:
     """Map the decimal logarithm of the values."""
 
     def __post_init__(self) -> None:
-        if not self.low < self.high or (self.is_log_scale and self.low <= 0):
-            expected = "low < high, and both above 0 on a logarithmic axis"
+        is_finite = math.isfinite(self.high - self.low)
+        if not (is_finite and self.low < self.high) or (self.is_log_scale and self.low <= 0):
+            expected = "low < high, with a finite distance, and both above 0 on a logarithmic axis"
             raise InputError("Axis", self, expected)
 
     def to_pixel(self, value: float) -> float:
         """Return the pixel of a value, clamped to the ends of the axis."""
         clamped = min(max(value, self.low), self.high)
         if self.is_log_scale:
-            fraction = math.log(clamped / self.low) / math.log(self.high / self.low)
+            low = math.log(self.low)
+            fraction = (math.log(clamped) - low) / (math.log(self.high) - low)
         else:
             fraction = (clamped - self.low) / (self.high - self.low)
         return self.start_px + fraction * (self.stop_px - self.start_px)
@@ -60,6 +67,8 @@ class Axis:
 def linear_ticks(low: float, high: float, max_parts: int = 5) -> list[float]:
     """Return round values that divide [low, high] into at most `max_parts` parts."""
     raw = (high - low) / max(1, max_parts)
+    if raw < max(_MIN_STEP, max(abs(low), abs(high)) * _MIN_RELATIVE_STEP):
+        return [low, high]
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in _TICK_MULTIPLES if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -78,7 +87,8 @@ def make_value_axis(
         log: use a logarithmic axis.
         zero: start at 0 if no value is negative.
     """
-    shown = [value for value in values if value > 0] if log else list(values)
+    finite = [min(max(value, -_MAX_SIZE), _MAX_SIZE) for value in values if math.isfinite(value)]
+    shown = [max(value, _MIN_SIZE) for value in finite if value > 0] if log else finite
     if not shown:
         return Axis(low=0.0, high=1.0, start_px=start, stop_px=stop)
     low, high = min(shown), max(shown)

@@ -8,6 +8,8 @@ To add a chart: add a `_ChartSpec` to the group that it belongs to. Nothing else
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,10 @@ RL_STAGE, SFT_STAGE = "rl", "sft"
 RUNNING_MEAN_STEPS = 5
 """Window of the running mean in the charts of reward and success."""
 MAX_OTHER_CHARTS = 120
+MAX_TOOLS = 64
+"""Tools with charts and a row of their own; the metrics of further tools are other metrics."""
+MAX_SERIES = 64
+"""Lines of a chart, in eight colours; further ones are counted in its note."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
@@ -350,18 +356,15 @@ def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[st
     """Return the charts that have a metric in the log; adds their metrics to `used`."""
     charts = []
     for spec in specs:
-        names = [
-            name
-            for name in log.metric_names(RL_STAGE)
-            if _matches_pattern(name, spec.metric_patterns) and name not in used
-        ]
+        matches = _pattern(spec.metric_patterns).fullmatch
+        names = [name for name in log.metric_names(RL_STAGE) if matches(name) and name not in used]
         used.update(names)
+        num_omitted = max(0, len(names) - MAX_SERIES)
+        names = names[:MAX_SERIES]
         labels = [_series_label(name, spec.metric_patterns) for name in names]
+        counts = Counter(labels)
         series = [
-            Series(
-                name=label if labels.count(label) == 1 else name,
-                points=log.series(RL_STAGE, name),
-            )
+            Series(name=label if counts[label] == 1 else name, points=log.series(RL_STAGE, name))
             for name, label in zip(names, labels, strict=True)
         ]
         if spec.is_stacked:
@@ -372,7 +375,7 @@ def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[st
                     title=spec.title,
                     series=series,
                     unit=spec.unit,
-                    note=spec.note,
+                    note=f"{num_omitted} more are not drawn" if num_omitted else spec.note,
                     is_stacked=spec.is_stacked,
                     is_log_scale=spec.is_log_scale,
                 )
@@ -380,19 +383,17 @@ def _charts_from_specs(log: MetricLog, specs: Sequence[_ChartSpec], used: set[st
     return charts
 
 
-def _matches_pattern(name: str, patterns: Sequence[str]) -> bool:
-    for pattern in patterns:
-        head, star, tail = pattern.partition("*")
-        if name == pattern or (star and name.startswith(head) and name.endswith(tail)):
-            return True
-    return False
+def _pattern(patterns: Sequence[str]) -> re.Pattern[str]:
+    """Match any of these patterns of metric names."""
+    texts = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    return re.compile("|".join(texts), re.DOTALL)
 
 
 def _series_label(name: str, patterns: Sequence[str]) -> str:
     """Return the part of a metric's name that distinguishes it within its chart."""
     for pattern in patterns:
         head, star, tail = pattern.partition("*")
-        if star and head.endswith(("/", "_")) and _matches_pattern(name, (pattern,)):
+        if star and head.endswith(("/", "_")) and _pattern((pattern,)).fullmatch(name):
             rest = name.removeprefix(head).removesuffix(tail)
             return rest.removesuffix("_s") if head == "time/" else rest
     return name.rsplit("/", 1)[-1].removeprefix("num_")
@@ -400,10 +401,10 @@ def _series_label(name: str, patterns: Sequence[str]) -> str:
 
 def _reward_part_specs(log: MetricLog) -> list[_ChartSpec]:
     """Return a chart for each part of the reward: a common axis would flatten the small ones."""
+    names = [name for name in log.metric_names(RL_STAGE) if name.startswith(_REWARD_PART_PREFIX)]
     return [
         _ChartSpec(title=name.removeprefix(_REWARD_PART_PREFIX), metric_patterns=(name,))
-        for name in sorted(log.metric_names(RL_STAGE))
-        if name.startswith(_REWARD_PART_PREFIX)
+        for name in sorted(names)[:MAX_OTHER_CHARTS]
     ]
 
 
@@ -438,13 +439,13 @@ def _tool_specs(log: MetricLog) -> list[_ChartSpec]:
 
 
 def tool_names(log: MetricLog, stage: str, prefix: str = "rollout/tool/") -> list[str]:
-    """Return the names of tools with metrics, in alphabetical order."""
+    """Return the names of tools with metrics, in alphabetical order; the first `MAX_TOOLS`."""
     heads = {
         name.removeprefix(prefix).split("/", 1)[0]
         for name in log.metric_names(stage)
         if name.startswith(prefix)
     }
-    return sorted(heads)
+    return sorted(heads)[:MAX_TOOLS]
 
 
 def _ares_specs(log: MetricLog) -> list[_ChartSpec]:

@@ -42,6 +42,9 @@ class SummaryTile:
     """Difference of value and start."""
 
 
+_MAX_VALUE = 1e100
+
+
 def summary_tiles(log: MetricLog) -> list[SummaryTile]:
     """Return the tiles that the log has metrics for."""
     tiles = [
@@ -87,7 +90,7 @@ def _num_steps_tile(log: MetricLog) -> SummaryTile | None:
     lines = log.lines_of_stage(RL_STAGE)
     if not lines:
         return None
-    total_s = sum(line.duration_s for line in lines)
+    total_s = min(sum(line.duration_s for line in lines), _MAX_VALUE)
     detail = f"{format_duration(total_s)}, {_format_3_digits(total_s / len(lines))} s each"
     return SummaryTile(name="RL steps", value=f"{len(lines):,}", detail=detail)
 
@@ -142,7 +145,8 @@ def _mismatch_tile(log: MetricLog) -> SummaryTile | None:
 
 
 def _finite_values(log: MetricLog, name: str) -> list[float]:
-    return [value for _, value in log.series(RL_STAGE, name) if math.isfinite(value)]
+    """Return the values of which sums are doubles; larger ones are drawn like infinite ones."""
+    return [value for _, value in log.series(RL_STAGE, name) if abs(value) <= _MAX_VALUE]
 
 
 def _format_3_digits(value: float) -> str:

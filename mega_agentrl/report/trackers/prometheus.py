@@ -7,7 +7,8 @@ Each metric is a gauge with the latest value, named ``mega_agentrl_<name>`` with
 stage; invalid characters become ``_`` (``rollout/reward_mean`` is
 ``mega_agentrl_rollout_reward_mean``). Counters since the start of the driver are
 ``mega_agentrl_steps_total`` by stage, ``mega_agentrl_tokens_total`` (tokens trained on) and
-``mega_agentrl_tool_calls_total`` by tool.
+``mega_agentrl_tool_calls_total`` by tool. New metrics beyond `MAX_GAUGES` are left out and counted
+in ``mega_agentrl_metrics_left_out``, because a server keeps each name for weeks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 METRIC_PREFIX = "mega_agentrl_"
+MAX_GAUGES = 2048
+"""Metrics of a run: several times those of a run with 64 tools."""
+MAX_TOOLS = 256
+"""Labels of the counter of tool calls; calls of further tools are counted as `other`."""
 TOKEN_METRICS = ("actor/num_tokens", "num_tokens")
 """Metrics with the number of trained tokens, of RL and of the warm start."""
 
@@ -47,6 +52,13 @@ class PrometheusTracker:
     def __init__(self, host: str, port: int) -> None:
         self._registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
+        self._tools: set[str] = set()
+        self._left_out = Gauge(
+            f"{METRIC_PREFIX}metrics_left_out",
+            f"Metrics of the last step beyond {MAX_GAUGES}.",
+            ["stage"],
+            registry=self._registry,
+        )
         self._steps = Counter(
             f"{METRIC_PREFIX}steps", "Finished steps.", ["stage"], registry=self._registry
         )
@@ -80,13 +92,19 @@ class PrometheusTracker:
     def log(self, stage: str, step: int, numbers: Mapping[str, float]) -> None:
         """Update the gauges and counters."""
         self._steps.labels(stage).inc()
-        for name, value in numbers.items():
-            self._gauge(name).labels(stage).set(value)
+        num_left_out = 0
+        for name, value in {"step": step, **numbers}.items():
+            gauge = self._gauge(name)
+            if gauge is None:
+                num_left_out += 1
+            else:
+                gauge.labels(stage).set(value)
             if name in TOKEN_METRICS:
                 self._tokens.inc(value)
             elif match := _TOOL_CALLS_PATTERN.fullmatch(name):
-                self._calls.labels(match[1]).inc(value)
-        self._gauge("step").labels(stage).set(step)
+                self._calls.labels(self._tool_label(match[1])).inc(value)
+        if num_left_out:
+            self._left_out.labels(stage).set(num_left_out)
 
     def close(self) -> None:
         """Stop the server."""
@@ -94,10 +112,21 @@ class PrometheusTracker:
         self._server.server_close()
         self._thread.join()
 
-    def _gauge(self, name: str) -> Gauge:
-        """Return the gauge of a metric; names that differ only in invalid characters share one."""
+    def _tool_label(self, tool: str) -> str:
+        if tool not in self._tools and len(self._tools) >= MAX_TOOLS:
+            return "other"
+        self._tools.add(tool)
+        return tool
+
+    def _gauge(self, name: str) -> Gauge | None:
+        """Return the gauge of a metric, None if there are too many.
+
+        Names that differ only in invalid characters share one.
+        """
         valid = METRIC_PREFIX + _INVALID_LABEL_CHARS.sub("_", name)
         if valid not in self._gauges:
+            if len(self._gauges) >= MAX_GAUGES:
+                return None
             # Prometheus rejects names of existing counters.
             is_counter = valid.removesuffix("_total") in {
                 f"{METRIC_PREFIX}{counter}" for counter in ("steps", "tokens", "tool_calls")

@@ -2,7 +2,8 @@
 
 Means over trajectories leave out failed ones; `failed_fraction` is their share. A shared prefix
 counts for every trajectory that contains it, except in entropies (see `metrics.entropy`) and tool
-calls by tool, which count each token or call once. Lengths are in tokens.
+calls by tool, which count each token or call once. Lengths are in tokens. Names that others choose
+are bounded (`metrics.names`).
 
 To add a metric:
 
@@ -15,17 +16,17 @@ To add a metric:
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-from mega_agentrl.rollout.conversation.messages import TOOL_NAME_PATTERN
 from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.rollout.metrics.entropy import entropy_metrics
+from mega_agentrl.rollout.metrics.names import FIELD_PATTERN, MetricNames
 from mega_agentrl.types.records import Role, StopReason, ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from mega_agentrl.types.records import RolloutTree, Score, ToolOutcome, Trajectory
 
@@ -67,7 +68,7 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         **branch_metrics(trees),
         **_stop_reason_shares(trajectories),
         **_request_metrics(trajectories),
-        **_tool_call_metrics(valid),
+        **_tool_call_metrics(valid, _names_of_tools(trajectories)),
         **tool_metrics(trajectories),
         **entropy_metrics(trajectories),
         **greedy_metrics(trees),
@@ -108,11 +109,16 @@ def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for counts in attempts:
         totals.update(counts)
     num_requests = totals["requests"]
-    ignored = {
-        f"agent/{name}": count / num_requests
-        for name, count in sorted(totals.items())
+    by_field = {
+        name.removeprefix("ignored/"): count
+        for name, count in totals.items()
         if name.startswith("ignored/")
     }
+    names = MetricNames(Counter(by_field).elements(), pattern=FIELD_PATTERN)
+    num_ignored: Counter[str] = Counter()
+    for name, count in by_field.items():
+        num_ignored[f"agent/ignored/{names[name]}"] += count
+    ignored = {name: count / num_requests for name, count in sorted(num_ignored.items())}
     if not attempts:
         return {}
     means = {
@@ -121,9 +127,24 @@ def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return means | ignored
 
 
-def _tool_call_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _names_of_tools(trajectories: Sequence[Trajectory]) -> MetricNames:
+    """Return the names of tools; made up are those of no prompt of which no call ran."""
     outcomes = [outcome for trajectory in trajectories for outcome in _tool_outcomes(trajectory)]
-    count = Counter(outcome.tool for outcome in outcomes)
+    rewarded = [
+        name
+        for trajectory in trajectories
+        for name in (*trajectory.step_rewards, *trajectory.tool_rewards)
+    ]
+    schemas = (schema for trajectory in trajectories for schema in trajectory.prompt.tool_schemas)
+    known = {str(schema.get("function", {}).get("name")) for schema in schemas}
+    known.update(outcome.tool for outcome in outcomes if not outcome.is_invalid_call)
+    called = [outcome.tool for outcome in outcomes]
+    return MetricNames([*called, *rewarded], made_up=set(called) - known)
+
+
+def _tool_call_metrics(trajectories: Sequence[Trajectory], names: MetricNames) -> dict[str, float]:
+    outcomes = [outcome for trajectory in trajectories for outcome in _tool_outcomes(trajectory)]
+    count = Counter(names[outcome.tool] for outcome in outcomes)
     return {
         "tool_use_fraction": mean_or_zero(
             float(trajectory.num_tool_calls > 0) for trajectory in trajectories
@@ -217,24 +238,26 @@ def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     A call in a shared prefix counts once; rewards count for every trajectory on whose path they
     lie. Quantiles are observed values (nearest rank).
     """
+    names = _names_of_tools(trajectories)
     outcomes: defaultdict[str, list[ToolOutcome]] = defaultdict(list)
     for trajectory in trajectories:
         for turn in trajectory.turns:
             if turn.outcome is not None and turn.start >= trajectory.fork_len:
-                outcomes[_sanitize_tool_name(turn.outcome.tool)].append(turn.outcome)
+                outcomes[names[turn.outcome.tool]].append(turn.outcome)
     values: dict[str, float] = {}
     for name, calls in sorted(outcomes.items()):
         values |= {f"tool/{name}/{key}": value for key, value in _call_metrics(calls).items()}
     valid = [trajectory for trajectory in trajectories if not trajectory.failed]
-    return values | _tool_reward_metrics(valid)
+    return values | _tool_reward_metrics(valid, names)
 
 
 def _call_metrics(outcomes: Sequence[ToolOutcome]) -> dict[str, float]:
     latency_s = sorted(outcome.latency_s for outcome in outcomes)
+    names = MetricNames((key for item in outcomes for key in item.metrics), pattern=FIELD_PATTERN)
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for key, value in outcome.metrics.items():
-            measured[key].append(value)
+            measured[names[key]].append(value)
     return {
         "num_calls": float(len(outcomes)),
         **{
@@ -250,22 +273,17 @@ def _call_metrics(outcomes: Sequence[ToolOutcome]) -> dict[str, float]:
     }
 
 
-def _tool_reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:
+def _tool_reward_metrics(valid: Sequence[Trajectory], names: MetricNames) -> dict[str, float]:
     steps: defaultdict[str, float] = defaultdict(float)
     final: defaultdict[str, float] = defaultdict(float)
     for trajectory in valid:
         for name, rewards in trajectory.step_rewards.items():
-            steps[_sanitize_tool_name(name)] += sum(rewards)
+            steps[names[name]] += sum(rewards)
         for name, reward in trajectory.tool_rewards.items():
-            final[_sanitize_tool_name(name)] += reward
+            final[names[name]] += reward
     values = {f"tool/{name}/step_reward": total / len(valid) for name, total in steps.items()}
     values |= {f"tool/{name}/final_reward": total / len(valid) for name, total in final.items()}
     return dict(sorted(values.items()))
-
-
-def _sanitize_tool_name(name: str) -> str:
-    """Replace malformed names, which the policy made up."""
-    return name if TOOL_NAME_PATTERN.fullmatch(name) else "unknown"
 
 
 def _nearest_rank_quantile(ordered: Sequence[float], share: float) -> float:
@@ -302,29 +320,38 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     reward/failed_fraction  share of all trajectories whose reward could not be computed
     reward/abstained_fraction  share of those that the functions gave no score on purpose, if any
     """
+    scores = valid_scores(trajectories)
+    names = {
+        part: MetricNames(
+            (name for score in scores for name in score.extra_info.get(part, ())),
+            pattern=FIELD_PATTERN,
+        )
+        for part in {part for score in scores for part in score.extra_info}
+    }
     values: defaultdict[str, list[float]] = defaultdict(list)
-    for score in valid_scores(trajectories):
-        for name, value in _score_values(score):
+    for score in scores:
+        for name, value in _score_values(score, names):
             values[name].append(value)
     missing = [float(trajectory.reward_error != "") for trajectory in trajectories]
     abstained = mean_or_zero(trajectory.reward_abstained for trajectory in trajectories)
-    means = {f"reward/{name}": fmean(values[name]) for name in sorted(values)}
+    means = {f"reward/{name}": mean_or_zero(values[name]) for name in sorted(values)}
     if abstained:
         means["reward/abstained_fraction"] = abstained
-    return {"reward/failed_fraction": fmean(missing) if missing else 0.0, **means}
+    return {"reward/failed_fraction": mean_or_zero(missing), **means}
 
 
-def _score_values(score: Score) -> Iterator[tuple[str, float]]:
+def _score_values(score: Score, names: Mapping[str, MetricNames]) -> Iterator[tuple[str, float]]:
     yield from score.parts.items()
     for part, fields in score.extra_info.items():
         for name, value in fields.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                continue
-            if isinstance(value, int | float):
-                yield f"{part}/{name}", float(value)
+            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                yield f"{part}/{names[part][name]}", float(value)
 
 
 def mean_or_zero(values: Iterable[float]) -> float:
-    """Return the mean, or 0 without values."""
+    """Return the mean, or 0 without values; the mean of finite values is finite."""
     numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else 0.0
+    total = sum(numbers)
+    if not math.isfinite(total):  # the sum may overflow where the mean does not
+        return sum(number / len(numbers) for number in numbers)
+    return total / len(numbers) if numbers else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -87,3 +88,25 @@ def test_the_logarithmic_axis_of_values_has_whole_decades():
 )
 def test_format_number(value, shown):
     assert format_number(value) == shown
+
+
+EXTREMES = (1e308, -1e308, math.inf, -math.inf, math.nan, 1e-320, -1e-320, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["linear", "logarithmic"])
+@pytest.mark.parametrize("zero", [False, True], ids=["free", "from_zero"])
+def test_every_double_has_an_axis_with_few_ticks_on_it(log, zero):
+    for count in (1, 2):
+        for values in itertools.product(EXTREMES, repeat=count):
+            axis = make_value_axis(values, 200, 0, log=log, zero=zero)
+            assert all(0 <= axis.to_pixel(value) <= 200 for value in values if value == value)
+            ticks = axis.ticks()
+            assert len(ticks) <= 8 and all(map(math.isfinite, ticks)), values
+            assert all(format_number(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-1e308, 1e307), (0, 1e-320), (-5e-324, 5e-324), (1, 1 + 2e-16), (0, 1e300)]
+)
+def test_ticks_of_extreme_ranges_are_few(low, high):
+    assert len(linear_ticks(low, high)) <= 8

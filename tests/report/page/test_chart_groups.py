@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import pytest
 
 from mega_agentrl.report.metrics_file import parse_metrics
-from mega_agentrl.report.page.chart_groups import MAX_OTHER_CHARTS, chart_groups
-from mega_agentrl.report.page.svg_charts import render_svg
+from mega_agentrl.report.page.chart_groups import (
+    MAX_OTHER_CHARTS,
+    MAX_SERIES,
+    MAX_TOOLS,
+    chart_groups,
+)
+from mega_agentrl.report.page.summary_tiles import summary_tiles
+from mega_agentrl.report.page.svg_charts import chart_data, render_figure, render_svg
 
 
 def log_of(*lines):
@@ -142,3 +149,42 @@ def test_charts_beyond_the_limit_are_counted():
 def test_warm_start_and_unknown_stages():
     log = log_of({"stage": "sft", "step": 1, "loss": 2.0}, {"stage": "gpu", "step": 1, "watts": 9})
     assert [group.title for group in chart_groups(log)] == ["Warm start", "Stage gpu"]
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, math.inf, -math.inf, math.nan, 1e-320])
+def test_every_number_is_drawn(value):
+    names = ("rollout/reward_mean", "time/rollout_s", "mismatch/kl", "reward/mine", "new")
+    log = log_of(*(rl(step, **dict.fromkeys(names, value)) for step in (1, 2)))
+    mixed = log_of(
+        *(rl(step, **dict.fromkeys(names, value * (-1) ** step)) for step in (1, 2)),
+        rl(3, **dict.fromkeys(names, 1.0)),
+    )
+    for one in (log, mixed):
+        assert all(
+            render_figure(chart, "x") and chart_data(chart) for chart in charts(one).values()
+        )
+        assert summary_tiles(one)
+
+
+def test_thousands_of_names_make_a_bounded_number_of_charts_and_lines():
+    """What the policy or a server names, in each family of metrics that has names of others."""
+    keys = ("rollout/calls/{}", "rollout/tool/{}/num_ok", "reward/{}", "rollout/agent/ignored/{}")
+    values = {key.format(f"name{index}"): 1.0 for key in keys for index in range(1000)}
+    groups = {group.title: group for group in chart_groups(log_of(rl(1, **values)))}
+    (calls,) = [chart for chart in groups["Tools"].charts if chart.title == "Calls by tool"]
+    assert len(calls.series) == MAX_SERIES and str(1000 - MAX_SERIES) in calls.note
+    assert len(groups["Tools"].charts) == 1 + MAX_TOOLS
+    assert len(groups["Parts of the reward"].charts) == MAX_OTHER_CHARTS
+    assert len(groups["Learning"].charts[0].series) == MAX_SERIES
+    shown = sum(len(group.charts) for group in groups.values())
+    assert shown <= 2 + MAX_TOOLS + 2 * MAX_OTHER_CHARTS
+
+
+def test_what_the_driver_watches_is_a_group_of_its_own():
+    names = ("driver/loop_pause_max_s", "driver/rss_mib", "driver/rss_growth_mib")
+    names += ("driver/memory_fraction", "driver/open_files_fraction", "driver/open_files_max")
+    names += ("driver/agent_loop_pause_max_s", "driver/num_threads_max", "driver/oom_kills")
+    names += ("gateway/held_mib", "gateway/session_held_mib", "gateway/in_flight_mib")
+    groups = chart_groups(log_of(rl(**dict.fromkeys((*names, "gateway/num_connections"), 1.0))))
+    assert [group.title for group in groups] == ["Driver"], "nothing is left for other groups"
+    assert sum(len(chart.series) for chart in groups[0].charts) == len(names) + 1

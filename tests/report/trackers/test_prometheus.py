@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mega_agentrl.config.sections.runtime import ReportConfig
+from mega_agentrl.report.trackers import prometheus
 from mega_agentrl.report.trackers.factory import open_trackers
 from mega_agentrl.report.trackers.prometheus import PrometheusTracker
 from mega_agentrl.runtime.free_port import free_port
@@ -101,3 +102,17 @@ def test_a_closed_endpoint_frees_its_port():
     second = PrometheusTracker("127.0.0.1", first.port)
     assert second.port == first.port
     second.close()
+
+
+def test_names_beyond_the_bound_are_left_out_and_counted(tracker, port, monkeypatch):
+    monkeypatch.setattr(prometheus, "MAX_GAUGES", 3)
+    monkeypatch.setattr(prometheus, "MAX_TOOLS", 1)
+    calls = {f"rollout/tool/t{index}/num_calls": 2.0 for index in range(5)}
+    tracker.log("rl", 1, calls)
+    tracker.log("rl", 2, calls)
+    got = scrape(port)
+    assert got["mega_agentrl_step", "rl"] == 2
+    assert got["mega_agentrl_metrics_left_out", "rl"] == 3
+    assert got["mega_agentrl_tool_calls_total", "t0"] == 4
+    assert got["mega_agentrl_tool_calls_total", "other"] == 2 * 4 * 2
+    assert len(got) == 1 + 1 + 3 + 1 + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.io.nodes import to_node_tree
+from mega_agentrl.rollout.metrics.names import MAX_NAMES
 from mega_agentrl.rollout.metrics.rollout import (
     branch_metrics,
     greedy_metrics,
@@ -299,3 +301,71 @@ def test_greedy_metrics_by_hand():
     assert found["greedy_failed"] == 0.5
     assert (found["greedy_tokens"], found["greedy_calls"]) == (5.0, 0.0)
     assert greedy_metrics([replace(trees[0], greedy_trajectory=None)]) == {}
+
+
+def _called(*outcomes, **changes):
+    """A trajectory with one turn of a tool for each outcome."""
+    one = make_trajectory((0,), [(AGENT, 2), (TOOL, 1)], **changes)
+    turn = one.turns[1]
+    one.turns[1:] = [replace(turn, outcome=outcome) for outcome in outcomes]
+    return one
+
+
+def _outcome(tool, *, is_invalid_call=False, **metrics):
+    return ToolOutcome(
+        tool=tool,
+        status=ToolStatus.user_error if is_invalid_call else ToolStatus.ok,
+        answer="",
+        latency_s=0.0,
+        is_invalid_call=is_invalid_call,
+        metrics=metrics,
+    )
+
+
+def test_names_that_others_choose_make_a_bounded_number_of_metrics():
+    tools = [_outcome(f"tool{index}", **{f"m{index}": 1.0}) for index in range(5000)]
+    fields = {f"field{index}": 1.0 for index in range(5000)}
+    counts = {"requests": 1, "branches": 0, **{f"ignored/f{index}": 1 for index in range(5000)}}
+    one = _called(*tools, *[_outcome("python")] * 9, request_counts=counts)
+    one.score = replace(_score(1.0, True), extra_info={"mine": fields})
+    got = rollout_metrics([RolloutTree(prompt=PROMPT, trajectories=[one])])
+    for head, total in (
+        ("rollout/calls/", 5009),
+        ("reward/mine/", 65),
+        ("rollout/agent/ignored/", 5000),
+    ):
+        values = [value for name, value in got.items() if name.startswith(head)]
+        assert (len(values), sum(values)) == (MAX_NAMES + 1, total)
+    names = {name.split("/")[2] for name in got if name.startswith("rollout/tool/")}
+    assert len(names) == MAX_NAMES + 1 and {"python", "other"} <= names
+    assert got["rollout/calls/python"] == 9
+    other = [name for name in got if name.startswith("rollout/tool/other/metric/")]
+    assert len(other) == MAX_NAMES + 1
+
+
+def test_names_of_no_tool_are_unknown_and_those_of_a_prompt_are_kept():
+    schema = {"type": "function", "function": {"name": "search"}}
+    wrong = [_outcome(name, is_invalid_call=True) for name in ("search", "made_up", "a b", "<x>\n")]
+    one = _called(*wrong, _outcome("run"), _outcome("run", is_invalid_call=True))
+    one.prompt = replace(one.prompt, tool_schemas=(schema,))
+    got = rollout_metrics([RolloutTree(prompt=one.prompt, trajectories=[one])])
+    calls = {name: value for name, value in got.items() if name.startswith("rollout/calls/")}
+    assert calls == {
+        "rollout/calls/search": 1,
+        "rollout/calls/run": 2,
+        "rollout/calls/unknown": 3,
+    }
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, math.inf, -math.inf, math.nan, 1e-320])
+def test_metrics_survive_every_number(value):
+    ones = [_called(_outcome("run", big=value)) for _ in range(3)]
+    for one in ones:
+        one.tool_rewards = {"run": value}
+        one.score = replace(_score(1.0, True), extra_info={"mine": {"big": value}})
+    got = rollout_metrics([RolloutTree(prompt=PROMPT, trajectories=ones)])
+    if abs(value) < 1e309:
+        assert got["reward/mine/big"] == pytest.approx(value)
+        assert got["rollout/tool/run/metric/big"] == pytest.approx(value)
+    else:
+        assert "reward/mine/big" not in got
