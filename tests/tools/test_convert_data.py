@@ -115,10 +115,10 @@ def test_a_ground_truth_the_reward_cannot_read_is_left_out_and_named(tmp_path, c
     assert "ground truth: 1\n" in printed.out and "left out 1: " in printed.err
 
 
-def test_a_bad_row_is_one_line_and_leaves_no_file(tmp_path, capsys):
-    source = write(tmp_path / "x.jsonl", [xlam(0, a="x"), {**xlam(1), "answers": "[{"}])
+def test_rows_that_are_all_bad_are_one_line_and_leave_no_file(tmp_path, capsys):
+    source = write(tmp_path / "x.jsonl", [{**xlam(0), "answers": "[{"}, {**xlam(1), "query": ""}])
     assert run("function_calling", [source], tmp_path / "o.parquet") == 2
     error = capsys.readouterr().err
-    assert f"{source} line 2, field answers" in error and error.count("\n") == 1
+    assert f"{source} line 1, field answers" in error and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["x.jsonl"]
     assert run("function_calling", [source], tmp_path / "o.parquet", "--limit", "0") == 2
