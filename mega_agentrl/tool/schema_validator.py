@@ -158,23 +158,26 @@ def _count_states(pattern: str) -> int:
 
 def _counted(name: str, keyword: Keyword) -> Keyword:
     """Return a keyword's check that counts its steps."""
+    is_reference = name in ("$ref", "$dynamicRef", "$recursiveRef")
+    compares_pairs = name == "uniqueItems"
 
     def check(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         work = _work.get()
-        work.spend(1 + (_size(value) + _size(instance)) // _ITEMS_PER_STEP)
-        if name.endswith("Ref") or name == "$ref":
-            work.spend(_REFERENCE_STEPS if _is_pointer(value) else work.anchor_steps)
-        elif name == "uniqueItems" and isinstance(instance, list) and not _are_sortable(instance):
-            work.spend(len(instance) ** 2 // _ITEMS_PER_STEP)
+        num_steps = 1
+        if isinstance(value, list | dict):
+            num_steps += len(value) // _ITEMS_PER_STEP
+        if isinstance(instance, list | dict):
+            num_steps += len(instance) // _ITEMS_PER_STEP
+        if is_reference:
+            num_steps += _REFERENCE_STEPS if _is_pointer(value) else work.anchor_steps
+        elif compares_pairs and isinstance(instance, list) and not _are_sortable(instance):
+            num_steps += len(instance) ** 2 // _ITEMS_PER_STEP
+        work.spend(num_steps)
         for error in keyword(validator, value, instance, schema) or ():
             work.spend(1 + len(error.message) // _CHARS_PER_STEP)
             yield error
 
     return check
-
-
-def _size(value: object) -> int:
-    return len(value) if isinstance(value, list | dict) else 0
 
 
 def _is_pointer(reference: object) -> bool:
