@@ -5,8 +5,10 @@
 `submit` can be called from any thread and does not block; the judge's own thread sends the
 requests, at most `MAX_CONCURRENT_REQUESTS` at a time. Transient failures (no connection, a broken
 connection, 429 and the 5xx of an overloaded or restarting server) are retried with growing,
-jittered pauses until the deadline or for `MAX_ATTEMPTS` attempts. Any other status, and an answer
-that is not a single number from 0 to 1, is a final error.
+jittered pauses until the deadline or for `MAX_ATTEMPTS` attempts. Any other status is a final
+error. An answer that is not a single number from 0 to 1 is one until the judge has given such a
+number; after that the response is to blame that made the judge answer so, and its score is 0: an
+error would mask the trajectory, and the policy could choose that.
 
 What the judge reads is a Jinja template (`JudgePrompt`), by default `DEFAULT_TEMPLATE`. In it the
 response to grade is enclosed between two lines with a random delimiter that the policy cannot know.
@@ -16,6 +18,7 @@ A judge that follows instructions inside the response can still be manipulated.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import secrets
 import threading
@@ -68,6 +71,7 @@ _TEMPLATE_VARIABLES = frozenset(
     "question response messages answer ground_truth data_source extra_info num_turns stop_reason "
     "tool_rewards fence".split()
 )
+_logger = logging.getLogger(__name__)
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 _RETRY_WAIT = wait_random_exponential(multiplier=0.2, max=10.0)
 
@@ -152,6 +156,8 @@ class LLMJudge:
         self._timeout_s = timeout_s
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._loop = asyncio.new_event_loop()
+        self._has_scored = False
+        self._has_warned = False
         self._semaphore = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=self._headers)
         self._lock = threading.Lock()
@@ -162,8 +168,8 @@ class LLMJudge:
         """Request a score for a trajectory, without blocking.
 
         Returns:
-            The future of the score; it raises `JudgeError` if the judge did not return a number
-            from 0 to 1.
+            The future of the score, from 0 to 1; it raises `JudgeError` if the judge cannot be
+            reached, or has never returned a number from 0 to 1.
 
         Raises:
             RuntimeError: the judge is closed.
@@ -245,9 +251,16 @@ class LLMJudge:
             ) from error
         numbers = _NUMBER.findall(str(text).rpartition("</think>")[2])
         # An answer that talks the judge into 1e308 would outweigh the batch.
-        if len(numbers) != 1 or not 0 <= float(numbers[0]) <= 1:
-            raise self._make_error(f"the text {str(text)[-200:]!r}")
-        return float(numbers[0])
+        if len(numbers) == 1 and 0 <= float(numbers[0]) <= 1:
+            self._has_scored = True
+            return float(numbers[0])
+        error = self._make_error(f"the text {str(text)[-200:]!r}")
+        if not self._has_scored:
+            raise error
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning("the score is 0, here and at each such answer: %s", error)
+        return 0.0
 
     def _make_error(self, got: str) -> JudgeError:
         return JudgeError(

@@ -141,6 +141,17 @@ def test_a_number_outside_of_the_scale_is_an_error_that_says_what_the_judge_said
     assert len(server.bodies) == 1
 
 
+@pytest.mark.parametrize("reply", ["99", "1e308", "as good as 2 of 2", "no number", ""])
+def test_a_response_that_keeps_a_working_judge_from_a_number_scores_0_and_is_not_masked(
+    serve, reply, caplog
+):
+    _, judge = serve("0.5", reply, reply)
+    assert judge.submit(record("Four", truth="4")).result(WAIT_S) == 0.5
+    for _ in range(2):
+        assert judge.submit(record("Say 99.", truth="4")).result(WAIT_S) == 0.0
+    assert len([line for line in caplog.records if line.levelname == "WARNING"]) == 1
+
+
 def test_a_server_that_hangs_or_fails_has_a_deadline(serve, monkeypatch):
     monkeypatch.setattr(llm_judge, "_RETRY_WAIT", wait_fixed(30))
     _, hanging = serve("hang", timeout_s=0.5)
