@@ -141,3 +141,14 @@ def test_recurring_overdue_activity_is_reported_beyond_twice_its_age():
 )
 def test_malformed_and_forged_heartbeats_are_ignored(data):
     assert heartbeat._decode_heartbeat(data, "t") is None
+
+
+def test_heartbeats_are_received_at_the_address_of_the_run_alone():
+    """A local run has a loopback address, which other machines cannot reach."""
+    monitor = HeartbeatMonitor("127.0.0.1")
+    port = monitor.endpoint.port
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.bind(("127.0.0.2", port))  # fails if the monitor listens on every address
+    finally:
+        monitor.close()
