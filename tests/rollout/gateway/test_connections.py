@@ -9,12 +9,14 @@ import resource
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 
 from mega_agentrl.rollout.gateway import connections, server
 from mega_agentrl.rollout.gateway.connections import raise_descriptor_limit
 from mega_agentrl.rollout.gateway.http_log import MAX_LINES
+from mega_agentrl.sandbox.command import SandboxedCommand, start
 from tests.rollout.gateway.gateway_run import make_session_scope, open_gateway
 from tests.rollout.gateway.test_bad_requests import BODIES, PoliteEngine
 
@@ -140,6 +142,40 @@ async def test_process_has_no_more_connections_to_the_unix_socket_than_its_bound
         async with client_process(str(gateway.socket_path), 12, 4):
             assert gateway.usage().num_connections == 4
             assert await ask(await connect(gateway), key) == 200
+
+
+FORKING_CLIENT = """if True:
+    import os, socket, sys
+    def connect():
+        client = socket.socket(socket.AF_UNIX)
+        client.connect("/sandbox/sockets/8080")
+        return client
+    held = []
+    for _ in range(4):  # past the program that forwards the port, from other processes
+        if not os.fork():
+            held = [connect() for _ in range(4)]
+            sys.stdin.read()
+            os._exit(0)
+    print("forked", flush=True)
+    sys.stdin.read()"""
+
+
+async def test_all_processes_of_a_sandbox_have_one_bound_together(monkeypatch, codec):
+    async with open_limited(monkeypatch, codec, per_owner=5) as (gateway, (key,)):
+        command = SandboxedCommand(
+            command=(sys.executable, "-I", "-c", FORKING_CLIENT),
+            read_only=(Path(sys.base_prefix), Path(sys.prefix)),
+            forwarded_ports={8080: gateway.socket_path},
+        )
+        process = await start(command)
+        try:
+            assert await process.stdout.readline() == b"forked\n", process.stderr_tail()
+            while gateway.usage().num_connections < 5:
+                await asyncio.sleep(0)
+            await ask(await connect(gateway), key)  # later than all of them, in order
+            assert gateway.usage().num_connections == 6
+        finally:
+            await process.kill()
 
 
 async def test_connections_of_a_session_end_with_it(monkeypatch, codec):
