@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 def find_image(folder: Path, image_id: str) -> Path | None:
     """Return the file of an image beside the tree files in `folder`, None if it was not written."""
+    if not image_id.isalnum():  # an id is a digest; a tree of others may have a path in its place
+        return None
     # The names are tried one by one: to search a folder of all images would take long for each.
     paths = (folder / FOLDER / f"{image_id}.{kind.lower()}" for kind in FORMATS)
     return next((path for path in paths if path.is_file()), None)

@@ -128,6 +128,15 @@ def test_images_of_a_tree_file_are_found_beside_it(tmp_path):
     assert without.keys() == {"label"}
 
 
+@pytest.mark.parametrize("image_id", ["../a", "../images/a", "", "."])
+def test_no_id_of_an_image_is_a_path(tmp_path, image_id):
+    (tmp_path / "images").mkdir()
+    for file in (tmp_path / "a.png", tmp_path / "images" / "a.png", tmp_path / "images" / ".png"):
+        file.write_bytes(make_picture(0))
+    assert find_image(tmp_path, "a") == tmp_path / "images" / "a.png"
+    assert find_image(tmp_path, image_id) is None
+
+
 def test_an_image_in_two_places_has_one_thumbnail():
     picture = image_of(make_picture(0))
     view = tree_to_json(tree_with_images(picture, picture))
