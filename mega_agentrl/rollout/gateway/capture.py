@@ -37,12 +37,12 @@ from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError
 from mega_agentrl.rollout.gateway.matching import assistant_key, block_key, prefill_key
 from mega_agentrl.rollout.gateway.request_size import (
     num_chars,
-    num_image_tokens,
     stored_bytes,
 )
 from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
 from mega_agentrl.types.records import ContextReset, Role, ToolOutcome, ToolStatus
 from mega_agentrl.types.routes import join_routes
+from mega_agentrl.vision.placeholders import image_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -184,7 +184,7 @@ class ContextTree:
             else:
                 lookup.path.append((segment.key, block))
         lookup.num_known = len(lookup.path)
-        lookup.missing_size = _size_to_encode(lookup)
+        _set_size(lookup)
         return lookup
 
     def encode(self, lookup: ContextLookup, max_tokens: int) -> None:
@@ -199,9 +199,8 @@ class ContextTree:
                 long.
         """
         missing, lookup.missing = lookup.missing, []
-        length = sum(num_image_tokens(segment.messages) for segment in missing)
-        if length >= max_tokens:
-            raise _too_long(length, max_tokens)
+        if lookup.num_image_tokens >= max_tokens:
+            raise _too_long(lookup.num_image_tokens, max_tokens)
         for segment in missing:
             block = self._encode_segment(lookup, segment)
             lookup.path.append((segment.key, block))
@@ -331,6 +330,8 @@ class ContextLookup:
     missing_size: int = 0
     """Characters and tokens of images that are to be encoded; a message counts as 512 characters,
     for the time of its template."""
+    num_image_tokens: int = 0
+    """Tokens of images that are to be encoded."""
     num_known: int = 0
     """Number of blocks at the start of the path that the tree has."""
     num_new_bytes: int = 0
@@ -375,12 +376,14 @@ def _segments(request: ChatRequest) -> list[_Segment]:
     return segments
 
 
-def _size_to_encode(lookup: ContextLookup) -> int:
-    """Return `ContextLookup.missing_size`."""
+def _set_size(lookup: ContextLookup) -> None:
+    """Set the sizes of what is to be encoded."""
     values = [(segment.messages, segment.answer, segment.prefill) for segment in lookup.missing]
     num_messages = sum(1 + len(segment.messages) for segment in lookup.missing)
     tools = () if lookup.path else lookup.request.tools
-    return 512 * num_messages + num_chars((values, tools)) + num_image_tokens(values)
+    messages = (message for segment in lookup.missing for message in segment.messages)
+    lookup.num_image_tokens = sum(image.num_tokens for image in image_parts(messages))
+    lookup.missing_size = 512 * num_messages + num_chars((values, tools)) + lookup.num_image_tokens
 
 
 def _too_long(num_tokens: int, max_tokens: int) -> GatewayError:

@@ -60,8 +60,14 @@ def check_num_values(body: bytes | bytearray, max_model_len: int) -> None:
         )
 
 
-def check_request_size(request: ChatRequest, max_model_len: int) -> int:
-    """Return the number of characters of a request.
+def check_request_size(request: ChatRequest, num_bytes: int, max_model_len: int) -> None:
+    """Check the size of a request.
+
+    Args:
+        request: The request.
+        num_bytes: Size of its body, which has at most as many characters. They are counted only if
+            it is large.
+        max_model_len: Context length of the model.
 
     Raises:
         GatewayError: it is too long for the context, or has too many images or stop strings.
@@ -76,33 +82,29 @@ def check_request_size(request: ChatRequest, max_model_len: int) -> int:
     num_messages = len(request.messages)
     if num_messages > max(max_model_len, MIN_TOKENS):
         raise _too_long(f"{num_messages} messages", "one", max_model_len)
-    num_images = sum(isinstance(value, bytes | ImageInput) for value in _leaves(request.messages))
-    if num_images > MAX_IMAGES:
-        raise invalid_request("messages", f"{num_images} images", f"at most {MAX_IMAGES}")
-    shown = (request.messages, request.tools, request.template_variables, request.prefill)
-    length = num_chars(shown)
-    if length > MAX_CHARS_PER_TOKEN * max(max_model_len, MIN_TOKENS):
-        raise _too_long(f"{length} characters", f"{MAX_CHARS_PER_TOKEN}", max_model_len)
-    return length
+    contents = (message["content"] for message in request.messages)
+    num_parts = sum(len(content) for content in contents if not isinstance(content, str))
+    if num_parts > MAX_IMAGES:
+        num_images = sum(isinstance(item, bytes) for item in _leaves(request.messages))
+        if num_images > MAX_IMAGES:
+            raise invalid_request("messages", f"{num_images} images", f"at most {MAX_IMAGES}")
+    limit = MAX_CHARS_PER_TOKEN * max(max_model_len, MIN_TOKENS)
+    if num_bytes > limit:
+        shown = (request.messages, request.tools, request.template_variables, request.prefill)
+        length = num_chars(shown)
+        if length > limit:
+            raise _too_long(f"{length} characters", f"{MAX_CHARS_PER_TOKEN}", max_model_len)
 
 
 def num_chars(value: Any) -> int:
     """Return the number of characters of the texts and keys within messages or schemas."""
-    return sum(len(item) for item in _leaves(value) if isinstance(item, str))
-
-
-def num_image_tokens(value: Any) -> int:
-    """Return the number of tokens of the images within messages."""
-    return sum(item.num_tokens for item in _leaves(value) if isinstance(item, ImageInput))
+    return sum(len(item) for item in _leaves(value) if type(item) is str)
 
 
 def stored_bytes(value: Any) -> int:
     """Return about how much memory messages or schemas take, without their images."""
-    return sum(
-        sys.getsizeof(item)
-        for item in _leaves(value, with_containers=True)
-        if not isinstance(item, ImageInput)
-    )
+    leaves = _leaves(value, with_containers=True)
+    return sum(sys.getsizeof(item) for item in leaves if type(item) is not ImageInput)
 
 
 def _leaves(value: Any, *, with_containers: bool = False) -> Iterator[Any]:
@@ -110,17 +112,21 @@ def _leaves(value: Any, *, with_containers: bool = False) -> Iterator[Any]:
     stack = [value]
     while stack:
         item = stack.pop()
-        if isinstance(item, dict):
-            stack += item.keys()
-            stack += item.values()
-        elif isinstance(item, list | tuple):
-            stack += item
-        elif isinstance(item, ToolCall):
-            stack += (item.tool, item.arguments)
-        else:
+        kind = type(item)
+        if kind is str:  # nearly all of them
             yield item
             continue
-        if with_containers:
+        is_container = True
+        if kind is dict:
+            stack += item
+            stack += item.values()
+        elif kind is tuple or kind is list:
+            stack += item
+        elif kind is ToolCall:
+            stack += (item.tool, item.arguments)
+        else:
+            is_container = False
+        if with_containers or not is_container:
             yield item
 
 

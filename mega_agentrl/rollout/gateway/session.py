@@ -231,14 +231,15 @@ class AgentSession:
         """Read a request and look its conversation up, in a thread if it is long."""
         max_model_len = self.scope.context.max_model_len
 
-        def decode() -> tuple[ChatRequest, int]:
+        def decode() -> ChatRequest:
             request = read()
-            return request, check_request_size(request, max_model_len)
+            check_request_size(request, num_bytes, max_model_len)
+            return request
 
         # Decoding and hashing take about a quarter of the time that encoding takes.
-        request, num_chars = await self._shared.threads.run(num_bytes // 4, decode)
+        request = await self._shared.threads.run(num_bytes // 4, decode)
         request = await self._images.check(self._continued(request))
-        lookup = await self._shared.threads.run(num_chars // 4, lambda: self.tree.look_up(request))
+        lookup = await self._shared.threads.run(num_bytes // 4, lambda: self.tree.look_up(request))
         self.check_open()
         return lookup
 

@@ -56,7 +56,7 @@ async def admit(agent_session, request, num_bytes=0):
 async def refusal(agent_session, request):
     """The error of a request that is refused."""
     with pytest.raises(GatewayError) as caught:
-        await admit(agent_session, request)
+        await admit(agent_session, request, 1 << 20)
     return caught.value
 
 
