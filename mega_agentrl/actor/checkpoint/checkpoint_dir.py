@@ -30,7 +30,6 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import parse_json, reading
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.atomic_file import atomic_write, fsync_path
-from mega_agentrl.types.serialization import from_builtins
 
 if TYPE_CHECKING:
     from mega_agentrl.config.sections.policy import LoraConfig
@@ -133,6 +132,9 @@ class CheckpointManifest:
         got_format = values.pop("format", None)
         if got_format != MANIFEST_FORMAT:
             raise InputError(f"format of {path}", got_format, repr(MANIFEST_FORMAT))
+        # Imported here, because the tests for GPUs run without msgspec.
+        from mega_agentrl.types.serialization import from_builtins
+
         return from_builtins(cls, values, str(path))
 
     def require_lora(self, folder: Path, lora: LoraConfig | None) -> None:
