@@ -254,12 +254,12 @@ class LLMJudge:
         if len(numbers) == 1 and 0 <= float(numbers[0]) <= 1:
             self._has_scored = True
             return float(numbers[0])
-        error = self._make_error(f"the text {str(text)[-200:]!r}")
+        misfit = self._make_error(f"the text {str(text)[-200:]!r}")
         if not self._has_scored:
-            raise error
+            raise misfit
         if not self._has_warned:
             self._has_warned = True
-            _logger.warning("the score is 0, here and at each such answer: %s", error)
+            _logger.warning("the score is 0, here and at each such answer: %s", misfit)
         return 0.0
 
     def _make_error(self, got: str) -> JudgeError:

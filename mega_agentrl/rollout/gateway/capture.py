@@ -381,7 +381,7 @@ def _set_size(lookup: ContextLookup) -> None:
     values = [(segment.messages, segment.answer, segment.prefill) for segment in lookup.missing]
     num_messages = sum(1 + len(segment.messages) for segment in lookup.missing)
     tools = () if lookup.path else lookup.request.tools
-    messages = (message for segment in lookup.missing for message in segment.messages)
+    messages = [message for segment in lookup.missing for message in segment.messages]
     lookup.num_image_tokens = sum(image.num_tokens for image in image_parts(messages))
     lookup.missing_size = 512 * num_messages + num_chars((values, tools)) + lookup.num_image_tokens
 
