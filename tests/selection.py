@@ -12,19 +12,19 @@ MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on a part may cut a file."""
 
 UNITS_S = {
-    ("actor", "estimate", "gpu", "parallel"): (190, 270),  # rank processes; Megatron
-    ("e2e",): (35, 95),
-    ("generator",): (75, 50),  # engines
-    ("runtime",): (80, 130),  # Ray
-    ("escape", "sandbox", "rollout_limits"): (135, 95),
-    ("config", "docs", "examples", "slurm", "tools", ""): (75, 140),
-    ("reward", "tool"): (80, 30),
-    ("reshard",): (55, 20),
-    ("rollout",): (60, 5),
-    ("train",): (45, 25),
-    ("data",): (30, 0),
-    ("algo", "batch", "numerics", "packages", "peers", "types", "vision"): (20, 0),
-    ("report",): (10, 5),
+    ("actor", "estimate", "gpu", "parallel"): (240, 315),  # rank processes; Megatron
+    ("e2e",): (35, 120),
+    ("generator",): (75, 65),  # engines
+    ("runtime",): (95, 175),  # Ray
+    ("escape", "sandbox", "rollout_limits"): (185, 90),
+    ("config", "docs", "examples", "slurm", "tools", ""): (65, 170),
+    ("reward", "tool"): (95, 45),
+    ("reshard",): (40, 30),
+    ("rollout",): (60, 10),
+    ("train",): (40, 35),
+    ("data",): (50, 0),
+    ("algo", "batch", "numerics", "packages", "peers", "types", "vision"): (40, 0),
+    ("report",): (10, 10),
 }
 """Folders whose tests share processes or slow imports, with their seconds beside two other lanes.
 
