@@ -60,6 +60,16 @@ def check_num_values(body: bytes | bytearray, max_model_len: int) -> None:
         )
 
 
+def decoding_work(num_bytes: int, num_objects: int) -> int:
+    """Return the number of characters whose encoding takes as long as decoding and hashing a body.
+
+    Args:
+        num_bytes: Size of the body.
+        num_objects: Number of its JSON objects; each message is one.
+    """
+    return num_bytes // 16 + 16 * num_objects
+
+
 def check_request_size(request: ChatRequest, num_bytes: int, max_model_len: int) -> None:
     """Check the size of a request.
 

@@ -215,7 +215,9 @@ class Gateway:
         with session.entering(is_retry=is_retry):
             async with self._received(http, key) as body:
                 read = partial(_read, dialect.parse_request, body, session)
-                request, answering = await session.admit(read, len(body), is_retry=is_retry)
+                request, answering = await session.admit(
+                    read, len(body), body.count(b"{"), is_retry=is_retry
+                )
         self._record(request, session)
         if request.streams:
             return await _send_stream(http, dialect, session, request, answering)
@@ -236,7 +238,7 @@ class Gateway:
         with session.entering():
             async with self._received(http, key) as body:
                 read = partial(_read, _ANTHROPIC.parse_count_request, body, session)
-                request, count = await session.count_tokens(read, len(body))
+                request, count = await session.count_tokens(read, len(body), body.count(b"{"))
         return _json_response({"input_tokens": count}, headers=_warning_headers(request))
 
     async def _list_models(self, http: web.Request) -> web.StreamResponse:

@@ -34,6 +34,7 @@ from mega_agentrl.rollout.gateway.request_size import (
     MAX_CHARS_PER_TOKEN,
     MIN_TOKENS,
     check_request_size,
+    decoding_work,
 )
 from mega_agentrl.rollout.gateway.sampling import PendingRequest, TurnSampler
 from mega_agentrl.rollout.gateway.session_images import SessionImages
@@ -182,8 +183,7 @@ class AgentSession:
             raise self._budget_error(self._spent)
         if self._num_refused >= MAX_REFUSED_REQUESTS:
             self._has_exceeded_size = True
-            message = f"the session has sent {self._num_refused} requests that were refused"
-            raise GatewayError(ErrorKind.budget_spent, message)
+            raise GatewayError(ErrorKind.budget_spent, "too many requests were refused")
         self._check_load(self._num_entering)
         if not is_retry:
             self._check_load(len(self._running))
@@ -199,7 +199,12 @@ class AgentSession:
             self._num_entering -= 1
 
     async def admit(
-        self, read: Callable[[], ChatRequest], num_bytes: int, *, is_retry: bool = False
+        self,
+        read: Callable[[], ChatRequest],
+        num_bytes: int,
+        num_objects: int = 0,
+        *,
+        is_retry: bool = False,
     ) -> tuple[ChatRequest, asyncio.Future[ChatAnswer]]:
         """Start to answer a request, and return it with its future answer.
 
@@ -208,13 +213,14 @@ class AgentSession:
         Args:
             read: Decodes the request.
             num_bytes: Size of its body.
+            num_objects: Number of JSON objects in it.
             is_retry: Whether the client has sent the request before.
 
         Raises:
             GatewayError: the request cannot be answered; the future raises it, too.
         """
         async with self._entering:
-            lookup = await self._look_up(read, num_bytes)
+            lookup = await self._look_up(read, num_bytes, num_objects)
             known = lookup.known_block
             lost = self._undelivered.get(known) if known and is_retry else None
             if lost:
@@ -227,7 +233,9 @@ class AgentSession:
             task = self._start(block, lookup.request, stops=stop is not None)
             return lookup.request, asyncio.shield(task)
 
-    async def _look_up(self, read: Callable[[], ChatRequest], num_bytes: int) -> ContextLookup:
+    async def _look_up(
+        self, read: Callable[[], ChatRequest], num_bytes: int, num_objects: int
+    ) -> ContextLookup:
         """Read a request and look its conversation up, in a thread if it is long."""
         max_model_len = self.scope.context.max_model_len
 
@@ -236,10 +244,9 @@ class AgentSession:
             check_request_size(request, num_bytes, max_model_len)
             return request
 
-        # Decoding and hashing take about a quarter of the time that encoding takes.
-        request = await self._shared.threads.run(num_bytes // 4, decode)
-        request = await self._images.check(self._continued(request))
-        lookup = await self._shared.threads.run(num_bytes // 4, lambda: self.tree.look_up(request))
+        work, threads = decoding_work(num_bytes, num_objects), self._shared.threads
+        request = await self._images.check(self._continued(await threads.run(work, decode)))
+        lookup = await threads.run(work, lambda: self.tree.look_up(request))
         self.check_open()
         return lookup
 
@@ -282,7 +289,7 @@ class AgentSession:
         self._block_by_answer_id[pending.answer_id] = block
         if not stops:
             self._sampling.add(pending.name)
-        task = asyncio.create_task(self._stop(pending) if stops else self._answer(pending))
+        task = asyncio.create_task(self._answer(pending, stops=stops))
         self._undelivered.setdefault(block, {})[pending.answer_id] = task
         self._running[pending.name] = task
         task.add_done_callback(lambda done: self._on_done(pending, done))
@@ -336,13 +343,14 @@ class AgentSession:
             raise GatewayError(ErrorKind.unknown_key, "the session has ended")
 
     async def count_tokens(
-        self, read: Callable[[], ChatRequest], num_bytes: int
+        self, read: Callable[[], ChatRequest], num_bytes: int, num_objects: int = 0
     ) -> tuple[ChatRequest, int]:
         """Return a request and its number of tokens; nothing is sampled or kept.
 
         Args:
             read: Decodes the request.
             num_bytes: Size of its body.
+            num_objects: Number of JSON objects in it.
 
         Raises:
             GatewayError: the policy cannot be shown the conversation, or it is many times as long
@@ -350,10 +358,10 @@ class AgentSession:
         """
         if self._spent is not None:
             raise self._budget_error(self._spent)
-        max_model_len = max(self.scope.context.max_model_len, MIN_TOKENS)
+        max_tokens = MAX_CHARS_PER_TOKEN * max(self.scope.context.max_model_len, MIN_TOKENS)
         async with self._entering:
-            lookup = await self._look_up(read, num_bytes)
-            await self._encode(lookup, MAX_CHARS_PER_TOKEN * max_model_len)
+            lookup = await self._look_up(read, num_bytes, num_objects)
+            await self._encode(lookup, max_tokens)
         return lookup.request, lookup.path[-1][1].length
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
@@ -457,12 +465,9 @@ class AgentSession:
         messages = (*instructions, *block.conversation[num_dropped:], *inputs)
         return replace(request, messages=messages, tools=tools, previous_answer_id="")
 
-    async def _stop(self, pending: PendingRequest) -> ChatAnswer:
-        return self._make_stop(pending)
-
-    async def _answer(self, pending: PendingRequest) -> ChatAnswer:
+    async def _answer(self, pending: PendingRequest, *, stops: bool) -> ChatAnswer:
         try:
-            return await self._sample_answer(pending)
+            return self._make_stop(pending) if stops else await self._sample_answer(pending)
         finally:
             self._sampling.discard(pending.name)
 

@@ -374,11 +374,11 @@ def count_requests(session, *first_errors):
     requests, errors = [], list(first_errors)
     admit = session.admit
 
-    async def counted(read, num_bytes, **options):
+    async def counted(read, *sizes, **options):
         requests.append(read().messages)
         if errors:
             raise errors.pop()
-        return await admit(read, num_bytes, **options)
+        return await admit(read, *sizes, **options)
 
     session.admit = counted
     return requests
