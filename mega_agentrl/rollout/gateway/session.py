@@ -147,9 +147,8 @@ class AgentSession:
         self._sampler = TurnSampler(self)
         self._entering = asyncio.Lock()
         """Held while a request is read, encoded and added to the tree: one at a time."""
-        self._num_entering = 0
-        """Requests that are being received, or wait for the lock, or have it."""
-        self._num_refused = 0
+        self._num_entering = self._num_refused = 0
+        """Requests that are being received, or wait for the lock, or have it; and refused ones."""
         self._replayed: set[Block] = set()
         self._has_exceeded_size = False
         """Whether a request was too long for the context, or for what the session may hold."""
@@ -208,7 +207,7 @@ class AgentSession:
     ) -> tuple[ChatRequest, asyncio.Future[ChatAnswer]]:
         """Start to answer a request, and return it with its future answer.
 
-        The answer is sampled even if the client goes away, and waits for its retry.
+        It is sampled even if the client goes away, and waits for a retry.
 
         Args:
             read: Decodes the request.
@@ -251,8 +250,8 @@ class AgentSession:
         return lookup
 
     async def _encode(self, lookup: ContextLookup, max_tokens: int) -> None:
-        size = lookup.missing_size
-        await self._shared.threads.run(size, lambda: self.tree.encode(lookup, max_tokens))
+        run = self._shared.threads.run
+        await run(lookup.missing_size, lambda: self.tree.encode(lookup, max_tokens))
         self.check_open()
 
     def _add(self, lookup: ContextLookup) -> Block:

@@ -7,11 +7,18 @@ import base64
 import pytest
 
 from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.rollout.gateway.chat import ChatRequest, ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.limits import ByteBudget, SharedResources
+from mega_agentrl.rollout.gateway.session import AgentSession
 from mega_agentrl.rollout.images import RolloutImages
 from mega_agentrl.vision.processor import ImageProcessor
-from tests.chat_models import save_vision_folder
+from tests.chat_models import Script, save_vision_folder
 from tests.rollout.chat_run import call
-from tests.rollout.gateway.gateway_run import check_one_context, open_scripted_session
+from tests.rollout.gateway.gateway_run import (
+    check_one_context,
+    make_session_scope,
+    open_scripted_session,
+)
 from tests.rollout.gateway.sdk_clients import CLIENTS
 from tests.vision_models import make_picture
 
@@ -76,3 +83,37 @@ async def test_data_that_is_no_image_is_refused(codec, images, name):
         with pytest.raises(client.errors.BadRequestError):
             await client.ask([{"role": "user", "content": [image_part(name, b"no image")]}])
     assert not script.requests
+
+
+def shown(*pictures, text="What is it?"):
+    """A request that shows pictures."""
+    parts = [{"type": "image", "data": picture} for picture in pictures]
+    message = {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+    return ChatRequest(messages=(message,), options={})
+
+
+async def test_an_image_is_held_once_however_often_it_is_sent(codec, images):
+    picture = make_picture(0) + bytes(100_000)  # behind the end of the image
+    held = ByteBudget(1 << 20, 1 << 20)
+    scope = make_session_scope(codec, Script(codec, ["So."] * 3), images=images)
+    session = AgentSession(scope, SharedResources(held=held))
+    for number in range(3):  # each is a conversation of its own
+        request = shown(bytes(bytearray(picture)), text=f"{number}?")
+        await (await session.admit(lambda request=request: request, 0))[1]
+    assert 100_000 < held.total < 200_000
+    blocks = session.tree.roots
+    assert len(blocks) == 3
+    assert len({id(block.images[0].image) for block in blocks}) == 1
+
+
+async def test_images_of_refused_and_counted_requests_are_not_held(codec, images):
+    held = ByteBudget(50_000, 1 << 20)
+    scope = make_session_scope(codec, Script(codec, []), images=images)
+    session = AgentSession(scope, SharedResources(held=held))
+    request = shown(make_picture(0) + bytes(100_000))
+    _, num_tokens = await session.count_tokens(lambda: request, 0)
+    assert num_tokens > 1
+    with pytest.raises(GatewayError) as caught, session.entering():
+        await session.admit(lambda: request, 0)
+    assert caught.value.kind is ErrorKind.too_large
+    assert (held.total, session.tree.roots) == (0, [])
