@@ -150,7 +150,7 @@ def test_an_environment_of_gymnasium_is_played(data, tmp_path):
         f"rollout.agent._target_={GYMNASIUM}",
         "+rollout.agent.id=FrozenLake-v1",
         f"+rollout.agent.parse={data}/moves.py:parse",
-        "+rollout.agent.make={desc:[SFG],is_slippery:false}",
+        "+rollout.agent.make={desc:[SG],is_slippery:false}",
         "+reward.rubric.default={agent:1}",
     )
     for line in lines:

@@ -6,7 +6,7 @@ from tests.e2e.conftest import finish, start
 from tests.e2e.overrides import asset_overrides
 from tests.train.metric_lines import metric_lines
 
-MEASUREMENTS = ("time/", "perf/", "memory/", "weight_sync/", "gpu/")
+MEASUREMENTS = ("time/", "perf/", "memory/", "weight_sync/", "gpu/", "driver/", "gateway/")
 """Areas of metrics that are measured, and differ from run to run."""
 
 

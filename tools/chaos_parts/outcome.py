@@ -18,7 +18,7 @@ LOSS_TOLERANCE = 1e-6
 _IGNORED_METRICS = (
     *("time/", "seconds", "throughput/", "latency", "queue_s", "run_s"),
     *("weight_sync/total_s", "weight_sync/transfer_s", "weight_sync/verify_s"),
-    *("memory/", "num_groups_restored"),
+    *("memory/", "driver/", "gateway/", "num_groups_restored"),
 )
 """Substrings of the names of metrics that may differ between equal runs."""
 
