@@ -70,7 +70,7 @@ COUNTS = {
     "interpreter_forks": 2_000,
     "workspace_forks": 2_000,
 }
-"""What each part does, unless `--scale` is given."""
+"""Number of requests, connections, sessions, streams or forks of each part at `--scale 1`."""
 MAX_GROWTH = 1.05
 SLACK_MIB = 4.0
 """Growth of memory that says nothing: pages that the allocator holds."""
@@ -85,7 +85,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What this process and its children hold."""
+    """The resources that this process and its children hold."""
 
     descriptors: int
     threads: int
@@ -123,7 +123,7 @@ def find_faults(before: Resources, after: Resources) -> list[str]:
     return faults
 
 
-async def settled(before: Resources) -> Resources:
+async def wait_until_settled(before: Resources) -> Resources:
     """Return the resources once they are those of before, or after `SETTLE_S`."""
     deadline_s = time.monotonic() + SETTLE_S
     while find_faults(before, after := read_resources()) and time.monotonic() < deadline_s:
@@ -435,7 +435,7 @@ async def soak_all(
             begin_s = time.perf_counter()
             longest_s, outcomes = await run(count)
             seconds = time.perf_counter() - begin_s
-            after = await settled(before)
+            after = await wait_until_settled(before)
         faults = find_faults(before, after)
         if longest_s >= max_wait_s:
             faults.append(f"neighbour_max_s: {longest_s:.2f}, expected less than {max_wait_s}")

@@ -103,18 +103,7 @@ class RolloutImages:
         ]
 
     async def check(self, data: bytes, where: str) -> ImageInput:
-        """Return the record of an image file that somebody else has made.
-
-        The file is parsed and decoded in a thread, once: the same bytes give the same record, which
-        holds them.
-
-        Args:
-            data: The file.
-            where: Place of the image, for the error.
-
-        Raises:
-            ConfigError: it is no image that the model can be shown.
-        """
+        """Return the record of an image file of somebody else (`types.protocols.ImageLoader`)."""
         measured = self._threads.submit(self._measure, data, where)
         await _wait_until_done(measured)
         image = measured.result()

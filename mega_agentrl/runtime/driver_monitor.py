@@ -29,6 +29,7 @@ import resource
 import threading
 from typing import TYPE_CHECKING, Protocol
 
+from mega_agentrl.estimate.host_memory import ResidentMemory
 from mega_agentrl.runtime.memory_watch import LimitAlarm
 from mega_agentrl.runtime.remote_calls import RAY_MEMORY_KILLS
 from mega_agentrl.types.loop_watchdog import LoopWatchdog
@@ -148,13 +149,13 @@ class DriverMonitor:
         num_files = len(os.listdir("/proc/self/fd")) - 1  # without the folder itself
         soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         is_limited = soft_limit != resource.RLIM_INFINITY
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        memory = ResidentMemory.current()
+        resident_bytes = memory.private_bytes + memory.file_bytes + memory.shared_bytes
         metrics = {
-            "driver/rss_mib": int(fields["VmRSS"].split()[0]) / 1024,
+            "driver/rss_mib": resident_bytes / _MIB,
             "driver/open_files_max": float(num_files),
             "driver/open_files_fraction": num_files / soft_limit if is_limited else 0.0,
-            "driver/num_threads_max": float(fields["Threads"]),
+            "driver/num_threads_max": float(len(os.listdir("/proc/self/task"))),
         }
         return metrics | dict(self._read_gateway() if self._read_gateway is not None else {})
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from mega_agentrl.estimate.memory_limits import MemoryLimits
 from mega_agentrl.runtime.process_memory import (
     DRIVER,
     RAY,
     SANDBOXES,
-    MemoryLimits,
     read_processes,
     sum_by_name,
 )
@@ -52,7 +52,7 @@ _LOWER = (
     ("sandbox", "tool.python.num_workers or tool.python.memory_limit_mib (tool.workspace.*)"),
     (RAY, "data.prompts_per_step or rollout.group_size"),
 )
-"""What to lower, by the beginning of a process's name."""
+"""Settings to lower, by the beginning of the name of the process that uses the most."""
 _GIB = 2**30
 
 

@@ -52,7 +52,7 @@ class Cgroup:
 
     @property
     def num_oom_kills(self) -> int:
-        """How many of the group's processes the kernel has killed for memory; 0 without a group."""
+        """Number of the group's processes that were killed for memory; 0 without a group."""
         for folder in self._folders:
             for name in ("memory.events", "memory.oom_control"):
                 with contextlib.suppress(OSError):

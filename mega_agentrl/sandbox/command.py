@@ -228,7 +228,7 @@ class SandboxedProcess:
 
     @property
     def num_oom_kills(self) -> int:
-        """How many of its processes were killed for memory; 0 while the command runs."""
+        """Number of its processes that were killed for memory; 0 while the command runs."""
         return self._launched.num_oom_kills
 
     def stderr_tail(self) -> str:

@@ -71,7 +71,7 @@ class SessionGroup:
 
     @property
     def num_oom_kills(self) -> int:
-        """How many processes of the sessions were killed for memory so far."""
+        """Number of processes of the sessions that were killed for memory so far."""
         return self._cgroup.num_oom_kills
 
     def add_session(self) -> None:

@@ -55,7 +55,7 @@ class CheckTooLargeError(ValueError):
 
 @dataclass(slots=True)
 class _Work:
-    """What a check may still do."""
+    """The steps that a check may still take."""
 
     steps_left: int
     anchor_steps: int

@@ -52,7 +52,7 @@ _FIRST_WINDOW, _LAST_WINDOW = 4096, 1 << 20
 
 @dataclass(slots=True)
 class Container:
-    """What the segments of a file say, and how many there are."""
+    """The facts that the segments of a file state, and the number of segments."""
 
     kind: str
     """One of `FORMATS`."""

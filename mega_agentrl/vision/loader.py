@@ -97,7 +97,7 @@ class ImageLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageHeader:
-    """What an image file says of itself."""
+    """The properties that an image file states of itself."""
 
     kind: str
     """One of `FORMATS`."""

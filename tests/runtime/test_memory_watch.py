@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mega_agentrl.config.schema import TrainConfig
+from mega_agentrl.estimate.memory_limits import MemoryUse
 from mega_agentrl.runtime import memory_watch
 from mega_agentrl.runtime.memory_watch import (
     NUM_LOOKS_AFTER_KILL,
@@ -15,7 +16,7 @@ from mega_agentrl.runtime.memory_watch import (
     MemoryWatch,
     what_to_lower,
 )
-from mega_agentrl.runtime.process_memory import MemoryUse, RunProcess
+from mega_agentrl.runtime.process_memory import RunProcess
 
 GIB = 2**30
 

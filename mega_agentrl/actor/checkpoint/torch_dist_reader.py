@@ -182,7 +182,7 @@ def _checking(path: Path) -> Iterator[None]:
 
 
 class _Record:
-    """What a pickle says about an object: arguments and state, which nothing interprets."""
+    """The arguments and the state of a pickled object, as plain data that nothing interprets."""
 
     args: tuple[Any, ...] = ()
     state: Any = None

@@ -122,7 +122,7 @@ _TextFunction = Callable[[str, bool], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlTexts:
-    """What a chat template and its tokenizer give a meaning to."""
+    """The texts to which a chat template and its tokenizer give a meaning."""
 
     in_prompts: ControlTokenFinder
     """Finds special tokens and those between turns, which no text may become."""
@@ -138,7 +138,7 @@ class ControlTexts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedInputs:
-    """What the template is given: all texts with marks where a control token begins."""
+    """The inputs of a template, with marks in all texts where a control token begins."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]

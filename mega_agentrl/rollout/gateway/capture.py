@@ -326,7 +326,7 @@ class ContextLookup:
     path: list[tuple[bytes, Block]] = field(default_factory=list)
     """Keys and blocks from the first one of the context."""
     missing: list[_Segment] = field(default_factory=list)
-    """What follows the path and is not encoded."""
+    """The segments behind the path, which are not encoded yet."""
     missing_size: int = 0
     """Characters and tokens of images that are to be encoded; a message counts as 512 characters,
     for the time of its template."""

@@ -90,7 +90,7 @@ class _Connection:
     running_key: str | None = None
     """Key of the session whose request it is waiting for."""
     transport: asyncio.Transport | None = None
-    """What it is read and written by, once it is set up."""
+    """The transport that reads and writes it; None until it is set up."""
 
     @property
     def has_closed(self) -> bool:

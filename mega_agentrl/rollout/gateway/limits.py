@@ -10,10 +10,10 @@ that hold little.
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from mega_agentrl.estimate.memory_limits import MemoryLimits
 from mega_agentrl.rollout.gateway.work_threads import WorkThreads
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ MAX_HELD_BYTES = 512 * _MIB
 """Bytes held per session: 100 screenshots of 3 MiB, and about 100 contexts of 32,768 tokens."""
 
 _HELD_SHARE_OF_MEMORY = 0.25
-"""Share of the machine's memory that all sessions may hold. The rest is for the run: the object
-store of Ray alone takes 30 %."""
+"""Share of the memory of the machine or container that all sessions may hold. The rest is for the
+run: the object store of Ray alone takes 30 %."""
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class GatewayUsage:
-    """What the gateway holds at the moment, with its bounds; `Gateway.usage` returns it."""
+    """The use of the gateway's resources at the moment, and their bounds (`Gateway.usage`)."""
 
     num_sessions: int
     """Open sessions."""
@@ -123,7 +123,7 @@ class ByteBudget:
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class SharedResources:
-    """What all sessions of a gateway share."""
+    """The threads and the budget that all sessions of a gateway share."""
 
     threads: WorkThreads = field(default_factory=WorkThreads)
     held: ByteBudget = field(default_factory=lambda: held_budget())
@@ -135,6 +135,6 @@ def in_flight_budget(max_body_bytes: int) -> ByteBudget:
 
 
 def held_budget() -> ByteBudget:
-    """Return the budget of bytes held, whose total depends on the machine's memory."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return ByteBudget(MAX_HELD_BYTES, max(MAX_HELD_BYTES, int(_HELD_SHARE_OF_MEMORY * memory)))
+    """Return the budget of bytes held, whose total depends on the memory of the container."""
+    total = int(_HELD_SHARE_OF_MEMORY * MemoryLimits().smallest_bytes())
+    return ByteBudget(MAX_HELD_BYTES, max(MAX_HELD_BYTES, total))

@@ -1,4 +1,4 @@
-"""What a server may send: sizes and numbers of messages, whatever the transport.
+"""Bounds of the sizes and numbers of a server's messages, whatever the transport.
 
 The size of a message is checked before it is parsed. A parser does not let another thread run, so
 that what is parsed must be small: 1 MiB, or 16 MiB of which all but 1 MiB are the letters and
@@ -38,7 +38,7 @@ ANSWER_REFUSED = -32099
 """Error code, of those that JSON-RPC leaves to implementations, of an answer that is not read."""
 
 _MAX_HANDSHAKE_CHARS = 64 << 10
-"""What a server says of itself is kept as long as the session."""
+"""Characters of a server's answer to the handshake, which is kept as long as the session."""
 _UNUSED_KEYS = {"_meta", "instructions"}
 _MAX_ID_CHARS = 256
 _MAX_METHOD_CHARS = 64

@@ -167,7 +167,7 @@ def test_every_number_is_drawn(value):
 
 
 def test_thousands_of_names_make_a_bounded_number_of_charts_and_lines():
-    """What the policy or a server names, in each family of metrics that has names of others."""
+    """Names that the policy or a server chose, in each family of metrics that has such names."""
     keys = ("rollout/calls/{}", "rollout/tool/{}/num_ok", "reward/{}", "rollout/agent/ignored/{}")
     values = {key.format(f"name{index}"): 1.0 for key in keys for index in range(1000)}
     groups = {group.title: group for group in chart_groups(log_of(rl(1, **values)))}

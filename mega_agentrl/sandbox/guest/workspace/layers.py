@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.settings import WorkspaceSettings
 
 ROOT_LAYER = "/sandbox/root"
-"""Where the sandbox holds the lower layer of the root file system."""
+"""Folder of the sandbox with the lower layer of the root file system."""
 
 FOLDER_LAYER = "/sandbox/folder"
-"""Where the sandbox holds the lower layer of the project folder.
+"""Folder of the sandbox with the lower layer of the project folder.
 
 It is there in the workspace too, so that a reward command can restore files from it, which the
 policy can read, but not change.
