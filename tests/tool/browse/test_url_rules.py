@@ -76,12 +76,12 @@ PUBLIC = "8.8.8.8 1.1.1.1 93.184.216.34 172.32.0.1 2606:4700::1111 ::ffff:8.8.8.
 
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
-def test_addresses_that_are_not_public(address):
+def test_addresses_of_private_and_special_networks_are_not_public(address):
     assert not is_public_address(ipaddress.ip_address(address))
 
 
 @pytest.mark.parametrize("address", PUBLIC.split())
-def test_addresses_that_are_public(address):
+def test_addresses_of_the_internet_are_public(address):
     assert is_public_address(ipaddress.ip_address(address))
 
 
