@@ -76,11 +76,11 @@ class PromptTemplate:
         try:
             text = self._template.render(content=messages[last]["content"], row=row)
         except _RENDER_ERRORS as error:
-            line = self._error_line(error)
-            raise ValueError(
-                f"data.prompt_template={self._path} line {line}, {where}: {type(error).__name__}: "
-                f"{error}; got a row with {sorted(row)}, expected the columns that the template "
-                "uses"
+            raise InputError(
+                f"data.prompt_template={self._path} line {self._error_line(error)}, {where}",
+                sorted(row),
+                "a row with the columns that the template uses",
+                f"{type(error).__name__}: {error}",
             ) from error
         return (*messages[:last], {**messages[last], "content": text}, *messages[last + 1 :])
 

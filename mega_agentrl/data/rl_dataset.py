@@ -381,11 +381,13 @@ def _apply_length_limit(
     drops = truncation in (Truncation.error, Truncation.drop)
     if too_long and (truncation is Truncation.error or (drops and len(too_long) == len(prompts))):
         longest = max(range(len(prompts)), key=lambda row: len(prompts[row].token_ids))
-        raise ValueError(
-            f"{key}: {len(too_long)} of {len(prompts)} prompts are longer than "
-            f"data.max_prompt_tokens={limit} (the longest has {len(prompts[longest].token_ids)} "
-            f"tokens, {unencoded[longest].location}); raise it"
-            + (", or set data.truncation=drop" if len(too_long) < len(prompts) else "")
+        expected = f"at least {len(prompts[longest].token_ids)}, the tokens of the longest prompt"
+        raise ConfigError(
+            "data.max_prompt_tokens",
+            limit,
+            f"{expected} ({unencoded[longest].location})"
+            + (", or data.truncation=drop" if len(too_long) < len(prompts) else ""),
+            f"{len(too_long)} of {len(prompts)} prompts of {key} are longer",
         )
     if drops:
         short_rows = [row for row, prompt in enumerate(prompts) if len(prompt.token_ids) <= limit]

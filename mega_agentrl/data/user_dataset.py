@@ -19,6 +19,7 @@ from typing import Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_code import load_user_object
+from mega_agentrl.errors import InputError
 
 _KEY = "data.dataset_class"
 _EXPECTED_CLASS = (
@@ -27,8 +28,8 @@ _EXPECTED_CLASS = (
 )
 
 
-class DatasetTypeError(TypeError, ValueError):
-    """A row is not a mapping: a `TypeError`, and a `ValueError` for the command line."""
+class DatasetTypeError(InputError, TypeError):
+    """A row is not a mapping: a `TypeError`, and an `InputError` for the command line."""
 
 
 def load_dataset_class(reference: str) -> type[Any]:
@@ -78,19 +79,18 @@ def iter_user_rows(
     """Yield the rows of a dataset over these paths, in order.
 
     Raises:
-        ValueError: the dataset is empty.
+        InputError: the dataset is empty.
         DatasetTypeError: a row is not a mapping.
     """
     dataset = dataset_class(paths=list(paths), key=key)
     where = f"{key}, data.dataset_class={dataset_class.__module__}:{dataset_class.__qualname__}"
     if len(dataset) == 0:
-        raise ValueError(f"{where}: the dataset is empty, expected at least one row")
+        raise InputError(where, "no rows", "at least one row")
     for index in range(len(dataset)):
         row = dataset[index]
         if not isinstance(row, Mapping):
-            raise DatasetTypeError(
-                f"{where} index {index}: got a {type(row).__name__}, expected a mapping by column"
-            )
+            got = f"a {type(row).__name__}"
+            raise DatasetTypeError(f"{where} index {index}", got, "a mapping by column")
         yield row
 
 

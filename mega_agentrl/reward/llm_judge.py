@@ -77,7 +77,17 @@ _RETRY_WAIT = wait_random_exponential(multiplier=0.2, max=10.0)
 
 
 class JudgeError(RewardError):
-    """The judge gave no number from 0 to 1; the message names the server and its answer."""
+    """The judge gave no number from 0 to 1.
+
+    Attributes:
+        judge: The model and its server, or the template of the request.
+        got: The answer, or why there is none.
+    """
+
+    def __init__(self, judge: str, got: str, expected: str) -> None:
+        super().__init__(f"{judge}: got {got}, expected {expected}")
+        self.judge = judge
+        self.got = got
 
 
 class _RetryableError(Exception):
@@ -124,7 +134,7 @@ class JudgePrompt:
         try:
             text = self._template.render(values)
         except TemplateError as error:
-            raise JudgeError(f"the judge's template: {error}") from error
+            raise JudgeError("the judge's template", f"{error}", "a text") from error
         # A lone surrogate, which a model may write, cannot be encoded as UTF-8.
         return text.encode("utf-8", "replace").decode("utf-8")
 
@@ -264,6 +274,7 @@ class LLMJudge:
 
     def _make_error(self, got: str) -> JudgeError:
         return JudgeError(
-            f"reward model {self._model_name} at {self._url}: got {got}, expected one number from "
-            "0 to 1, which the weight in reward.rubric brings to another scale"
+            f"reward model {self._model_name} at {self._url}",
+            got,
+            "one number from 0 to 1, which the weight in reward.rubric brings to another scale",
         )

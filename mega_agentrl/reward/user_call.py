@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from mega_agentrl.config.sections.reward import FUNCTION_ARGUMENTS, OPTIONAL_FUNCTION_ARGUMENTS
+from mega_agentrl.errors import InputError
 
 _BATCHED = {f"{name}s": name for name in FUNCTION_ARGUMENTS}
 _EASY_R1 = ("reward_inputs", "reward_input")
@@ -39,7 +40,15 @@ WRAP = (
 
 
 class CallFormError(ValueError):
-    """A function cannot be called in any of the forms; the message says why and what to wrap."""
+    """A function cannot be called in any of the forms; the message says why and what to wrap.
+
+    Attributes:
+        missing: Names of the arguments that the function needs and a row does not have.
+    """
+
+    def __init__(self, message: str, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +140,8 @@ def _check_required(
         likeness = f", as {' or '.join(known)} do" if known else ""
         raise CallFormError(
             f"its arguments are {inspect.signature(function)}: it needs {', '.join(missing)}"
-            f"{likeness}, which a row does not have; give {missing[0]} a default, or {WRAP}"
+            f"{likeness}, which a row does not have; give {missing[0]} a default, or {WRAP}",
+            missing,
         )
 
 
@@ -180,9 +190,9 @@ def _trl_arguments(
         columns |= {"prompts": messages[:start], "completions": completion}
         missing = [name for name in required if name not in columns]
         if missing:
-            raise CallFormError(
-                f"it needs {', '.join(missing)}, but a row has {', '.join(sorted(columns))}; {WRAP}"
-            )
+            present = ", ".join(sorted(columns))
+            message = f"it needs {', '.join(missing)}, but a row has {present}; {WRAP}"
+            raise CallFormError(message, missing)
         return {name: [value] for name, value in columns.items() if name in names}
 
     return make
@@ -191,7 +201,7 @@ def _trl_arguments(
 def _only_item(result: Any) -> Any:
     items = list(result.tolist() if hasattr(result, "tolist") else result)
     if len(items) != 1:
-        raise ValueError(f"got {len(items)} results for one row, expected a list of one")
+        raise InputError("results for one row", len(items), "a list of one")
     return items[0]
 
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.reward import FUNCTION_EXPECTED, FUNCTION_NAME
 from mega_agentrl.config.user_code import load_user_object, source_location
+from mega_agentrl.errors import InputError
 from mega_agentrl.reward.user_call import CallFormError, UserCall, make_call
 from mega_agentrl.sandbox.worker_main import to_json
 from mega_agentrl.sandbox.worker_pool import (
@@ -204,16 +205,17 @@ def parse_result(result: object, function: str) -> dict[str, Any]:
         is a dict. If fields were left out, `left_out` has the reasons by their names.
 
     Raises:
-        ValueError: the result has no finite score, or a field cannot be converted to JSON.
+        InputError: the result has no finite score, or a field cannot be converted to JSON.
     """
     if isinstance(result, tuple) and result:
         result = result[0]
     fields = dict(result) if isinstance(result, dict) else {"score": result}
     name = next((name for name in _SCORE_FIELDS if name in fields), None)
     if name is None:
-        raise ValueError(
-            f"{function} returned a dict with the keys {list(fields)[:_MAX_FIELDS]}, expected a "
-            f"key named {' or '.join(_SCORE_FIELDS)}"
+        raise InputError(
+            f"keys of the dict that {function} returned",
+            list(fields)[:_MAX_FIELDS],
+            f"one named {' or '.join(_SCORE_FIELDS)}",
         )
     score = _finite_score(fields[name], function)
     fields = {key: value for key, value in fields.items() if key != "score"}
@@ -226,18 +228,17 @@ def parse_result(result: object, function: str) -> dict[str, Any]:
 
 
 def _check_field(name: object, value: object, function: str) -> None:
-    """Raise `ValueError` for a field that has no JSON form because of its type."""
+    """Raise `InputError` for a field that has no JSON form because of its type."""
     if not isinstance(name, str):
-        message = f"{function} returned the field {name!r:.200}, expected a name as text"
-        raise ValueError(message)  # noqa: TRY004  the error of all bad results
+        raise InputError(f"name of a field that {function} returned", name, "a text")
     if isinstance(value, int | float | str | None):
         return
     try:
         to_json(value)
     except ValueError as error:
         if isinstance(error.__cause__, TypeError):
-            message = f"{function} returned the field {name}: {error}"
-            raise ValueError(message) from error  # noqa: TRY004
+            where = f"field {name} that {function} returned"
+            raise InputError(where, type(value), "a JSON value", f"{error}") from error
 
 
 def _excess(value: object) -> str:
@@ -257,9 +258,15 @@ def _excess(value: object) -> str:
 
 
 def _finite_score(value: object, function: str) -> float | None:
-    """Return a score as a float, None for an abstention; raise `ValueError` for other values."""
+    """Return a score as a float, None for an abstention; raise `InputError` for other values."""
     if value is None:
         return None
+    refusal = InputError(
+        f"score that {function} returned",
+        value,
+        "a finite number, None, or a dict with such a number as score",
+        f"its type is {type(value).__name__}",
+    )
     item = getattr(value, "item", None)  # a scalar of numpy or torch
     try:
         number = item() if item is not None else value
@@ -269,19 +276,8 @@ def _finite_score(value: object, function: str) -> float | None:
             if math.isfinite(score):
                 return score
     except (ValueError, RuntimeError, ArithmeticError) as error:
-        raise ValueError(_score_message(value, function)) from error
-    raise ValueError(_score_message(value, function))
-
-
-def _score_message(value: object, function: str) -> str:
-    try:
-        text = f"{value!r:.200}"
-    except ValueError:  # an integer of too many digits
-        text = "a number"
-    return (
-        f"{function} returned the score {text} of type {type(value).__name__}, expected a finite "
-        "number, None, or a dict with such a number as score"
-    )
+        raise refusal from error
+    raise refusal
 
 
 @cache

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.user_code import load_user_object
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import Tool, ToolResponse, ToolSet
 from mega_agentrl.tool.function import (
     DEFAULT_MAX_CONCURRENT,
@@ -155,7 +156,7 @@ class ApiClasses(ToolSet):
         return ApiState(instances)
 
     def check_scenario(self, scenario: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a scenario that `create_state` cannot read."""
+        """Raise `InputError` for a scenario that `create_state` cannot read."""
         self._parse_scenario(scenario)
 
     def _parse_scenario(
@@ -163,20 +164,22 @@ class ApiClasses(ToolSet):
     ) -> tuple[Mapping[str, Any], Sequence[str]]:
         """Return the configuration by class, and the names of the classes to create."""
         if unknown := sorted(set(scenario) - set(SCENARIO_KEYS)):
-            raise ValueError(f"got {unknown}, expected some of {', '.join(SCENARIO_KEYS)}")
+            raise InputError("create_kwargs", unknown, f"some of {', '.join(SCENARIO_KEYS)}")
         configs = scenario.get("initial_config", {})
         if isinstance(configs, str):
             try:
                 configs = json.loads(configs)
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"initial_config={configs[:200]!r}: not JSON: {error}") from error
+                raise InputError("initial_config", configs, "JSON", f"{error}") from error
         if not isinstance(configs, dict):
-            raise ValueError(f"initial_config={configs!r:.200}: expected an object")  # noqa: TRY004
+            raise InputError("initial_config", configs, "an object")
         class_names = scenario.get("involved_classes") or list(self._classes)
         if unknown := sorted({*class_names, *configs} - set(self._classes)):
-            raise ValueError(
-                f"involved_classes, initial_config: got {unknown}, expected some of "
-                f"{sorted(self._classes)}; probable cause: tool.user_tools_file lacks a class"
+            raise InputError(
+                "involved_classes, initial_config",
+                unknown,
+                f"some of {sorted(self._classes)}",
+                "tool.user_tools_file lacks a class",
             )
         return configs, class_names
 

@@ -32,6 +32,7 @@ from concurrent.futures import Future
 from itertools import pairwise
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, overload
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import Tool, ToolResponse
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
 
@@ -106,9 +107,10 @@ class FunctionTool(Tool):
         assert self.parameters is not None
         known = set(self.parameters["properties"])
         if unknown := sorted(set(kwargs.get("execute_kwargs") or {}) - known):
-            raise ValueError(
-                f"tools_kwargs[{self.name!r}].execute_kwargs has {unknown}, expected some of "
-                f"the function's parameters {sorted(known)}"
+            raise InputError(
+                f"tools_kwargs[{self.name!r}].execute_kwargs",
+                unknown,
+                f"some of the function's parameters {sorted(known)}",
             )
 
 
@@ -194,18 +196,18 @@ def parameters_schema(
         where: names the function in errors.
 
     Raises:
-        ValueError: a parameter has no hint, no JSON form, or cannot be passed by name.
+        InputError: a parameter has no hint, no JSON form, or cannot be passed by name.
     """
     hints = get_type_hints(function)
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"{where}: got parameter *{name}, expected named parameters only")
+            raise InputError(where, f"*{name}", "named parameters only")
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(f"{where}: parameter {name} is positional-only, expected a named one")
+            raise InputError(where, f"{name}, /", "a parameter that is passed by name")
         if name not in hints:
-            raise ValueError(f"{where}: parameter {name} has no type hint, expected one")
+            raise InputError(f"{where}: parameter {name}", "no type hint", "a type hint")
         properties[name] = _type_hint_schema(hints[name], f"{where}: parameter {name}")
         if name in parameter_docs:
             properties[name]["description"] = parameter_docs[name]
@@ -227,7 +229,7 @@ def _default_as_json(default: Any, where: str) -> Any:
     try:
         return json.loads(json.dumps(default))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where} has the default {default!r}, expected a JSON value") from error
+        raise InputError(f"{where}, its default", default, "a JSON value") from error
 
 
 def _type_hint_schema(hint: Any, where: str) -> dict[str, Any]:
@@ -246,9 +248,11 @@ def _type_hint_schema(hint: Any, where: str) -> dict[str, Any]:
         return {"enum": list(inner)}
     if origin in (Union, types.UnionType):
         return {"anyOf": [_type_hint_schema(member, where) for member in inner]}
-    raise ValueError(
-        f"{where} has the type {hint!r}, expected str, int, float, bool, list, dict with str keys, "
-        "Literal, Optional, a union of these, or Any"
+    raise InputError(
+        where,
+        hint,
+        "str, int, float, bool, list, dict with str keys, Literal, Optional, a union of these, or "
+        "Any",
     )
 
 

@@ -21,6 +21,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.workspace.pool import WorkspacePool
 from mega_agentrl.tool.base import Tool, ToolInputError, ToolResponse, ToolSet
 from mega_agentrl.tool.function_schema import ALL_ARGUMENTS_AS_JSON
@@ -72,13 +73,11 @@ class WorkspaceTool(Tool):
         self.lifecycle_timeout_s = config.reward_timeout_s + _LIFECYCLE_GRACE_S
 
     def check_kwargs(self, kwargs: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise `ValueError` for `create_kwargs` other than the two commands."""
+        """Raise `InputError` for `create_kwargs` other than the two commands."""
         for key, value in kwargs.get("create_kwargs", {}).items():
             if key not in _COMMAND_KEYS or not isinstance(value, str | None):
-                raise ValueError(
-                    f"create_kwargs of {self.name}: {key}={value!r:.100}: expected texts named "
-                    f"{' and '.join(_COMMAND_KEYS)}"
-                )
+                expected = f"texts named {' and '.join(_COMMAND_KEYS)}"
+                raise InputError(f"create_kwargs of {self.name}", {key: value}, expected)
 
     async def create(self, kwargs: Mapping[str, Any]) -> WorkspaceState:
         """Open the trajectory's workspace and run the setup command in it.

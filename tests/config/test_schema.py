@@ -217,11 +217,11 @@ def test_boundaries_are_valid(settings):
 
 def test_a_wrong_type_and_an_unknown_key_are_refused():
     config = OmegaConf.structured(TrainConfig)
-    with pytest.raises(ValidationError, match="learning"):
-        OmegaConf.update(config, "optim.lr", "learning")
-    with pytest.raises(ValidationError, match="k9"):
-        OmegaConf.update(config, "algo.kl_estimator", "k9")
-    with pytest.raises(ValidationError, match="carrier"):
-        OmegaConf.update(config, "weight_sync.transport", "carrier")
-    with pytest.raises(ConfigAttributeError, match="lrr"):
+    wrong = {"optim.lr": "fast", "algo.kl_estimator": "k9", "weight_sync.transport": "carrier"}
+    for key, value in wrong.items():
+        with pytest.raises(ValidationError) as caught:
+            OmegaConf.update(config, key, value)
+        assert (caught.value.full_key, caught.value.value) == (key, value)
+    with pytest.raises(ConfigAttributeError) as unknown:
         OmegaConf.update(config, "optim.lrr", 1.0)
+    assert unknown.value.full_key == "optim.lrr"

@@ -13,6 +13,7 @@ import pytest
 from mega_agentrl.config.sections.data import DataConfig, DataFile
 from mega_agentrl.data.rl_dataset import read_prompts
 from mega_agentrl.data.sft_dataset import read_conversations
+from mega_agentrl.errors import InputError
 
 NUM_FILES = 300
 KEY = "data.train"
@@ -200,6 +201,8 @@ def test_damaged_demonstrations_are_refused_with_their_name(tmp_path, suffix):
     for number in range(20):
         path = tmp_path / f"file{number}{suffix}"
         write_damaged(path, random.Random(f"sft {suffix} {number}"))
-        with pytest.raises(ValueError, match=path.name) as caught:  # no column messages
+        with pytest.raises(InputError) as caught:  # no column messages
             read_conversations(path)
-        assert str(caught.value).startswith("sft.train_data")
+        error = caught.value
+        assert error.name.startswith("sft.train_data")
+        assert str(path) in f"{error.name} {error.got}"

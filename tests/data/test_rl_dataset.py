@@ -23,6 +23,7 @@ from mega_agentrl.data.rl_dataset import (
     truncate_tokens,
 )
 from mega_agentrl.errors import InputError
+from tests.config.refusals import refused
 
 
 class WordCodec:
@@ -192,16 +193,18 @@ def numbered(*texts):
 
 def test_overlong_prompts_are_an_error_that_counts_them(tmp_path):
     rows = numbered("a b c", "a b c d", "a b c d e")
-    with pytest.raises(ValueError, match=r"2 of 3 prompts .*=3 .* 5 tokens, .*parquet row 3\)"):
-        load(tmp_path, rows)
+    error = refused(load, tmp_path, rows)
+    assert (error.key, error.got) == ("data.max_prompt_tokens", 3)
+    assert error.expected.startswith("at least 5, ") and ".parquet row 3)" in error.expected
+    assert error.cause.startswith("2 of 3 prompts of data.train ")
 
 
 def test_overlong_prompts_can_be_dropped_and_are_counted(tmp_path):
     found = load(tmp_path, numbered("a b c", "a b c d"), truncation=Truncation.drop)
     assert found.num_dropped == 1
     assert [prompt.prompt_id for prompt in found.prompts] == ["s/0"]
-    with pytest.raises(ValueError, match="1 of 1 prompts"):
-        load(tmp_path, numbered("a b c d"), truncation=Truncation.drop)
+    error = refused(load, tmp_path, numbered("a b c d"), truncation=Truncation.drop)
+    assert error.key == "data.max_prompt_tokens" and "truncation" not in error.expected
 
 
 def dapo_row(index, question, answer):
@@ -387,7 +390,7 @@ def test_a_cut_prompt_keeps_its_generation_prompt(tmp_path, truncation, expected
     assert found.prompts[0].messages[0]["content"] == "1 22 333 4444 55555"
 
 
-def test_columns_with_other_names_and_a_text_as_prompt(tmp_path):
+def test_columns_may_have_other_names_and_a_prompt_may_be_a_text(tmp_path):
     rows = [{"question": "a b", "domain": "d", "reward_model": {"ground_truth": "1"}}]
     files = [DataFile(str(write_lines(tmp_path / "a.jsonl", rows)))]
     (prompt,) = load_files(files, prompt_key="question", reward_fn_key="domain").prompts
@@ -460,7 +463,7 @@ def test_remote_files_are_read_from_the_cache_folder(tmp_path):
 CUTS = (Truncation.left, Truncation.right, Truncation.middle)
 
 
-def test_truncation_by_hand():
+def test_truncation_cuts_left_right_or_middle_and_keeps_the_generation_prompt():
     ids = (0, 1, 2, 3, 4, 5, 6, 90, 91)
     assert truncate_tokens(ids, 2, 7, Truncation.left) == (2, 3, 4, 5, 6, 90, 91)
     assert truncate_tokens(ids, 2, 7, Truncation.right) == (0, 1, 2, 3, 4, 90, 91)

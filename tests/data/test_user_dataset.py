@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from mega_agentrl.data.user_dataset import DatasetTypeError, iter_user_rows, load_dataset_class
-from tests.config.refusals import refused
+from tests.config.refusals import refused, refused_input
 
 
 class Torch(Dataset):
@@ -87,8 +87,10 @@ def test_another_object_is_refused(reference, cause):
 
 
 def test_an_empty_dataset_and_rows_that_are_no_mappings_are_refused():
-    assert issubclass(DatasetTypeError, ValueError)  # one screen and exit code 2
-    with pytest.raises(TypeError, match=r"data\.dev, .*:Sequence index 0: got a str"):
+    assert issubclass(DatasetTypeError, TypeError)
+    with pytest.raises(DatasetTypeError) as wrong_type:
         list(iter_user_rows(Sequence, ["a"], key="data.dev"))
-    with pytest.raises(ValueError, match=r"data\.dev"):
-        list(iter_user_rows(Sequence, [], key="data.dev"))
+    assert wrong_type.value.name.endswith(":Sequence index 0") and wrong_type.value.got == "a str"
+    empty = refused_input(lambda: list(iter_user_rows(Sequence, [], key="data.dev")))
+    for error in (wrong_type.value, empty):
+        assert error.name.startswith("data.dev, data.dataset_class=")

@@ -46,6 +46,7 @@ async def test_causes_of_a_failure_come_before_consequences(hollow):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
+        # The error leaves the engine's process as text.
         (EngineDeadError(), "engine 3 is dead"),
         (NEVER, "engine 3 is dead"),
         (Exception("Call to collective_rpc failed: cancelled"), "engine 3: .* cancelled"),

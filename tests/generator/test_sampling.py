@@ -130,8 +130,9 @@ def test_finish_reasons_are_told_apart(finish_reason, stop_reason, expected):
 
 def test_missing_measurements_are_an_error_not_a_short_answer():
     logprobs = log_probs((0.25, -1.0, [4], [-1.0]))
-    with pytest.raises(ValueError, match="one length"):
+    with pytest.raises(InputError) as caught:
         to_generation(request(), output(logprobs=logprobs), {}, version=0)
+    assert caught.value.got["token_ids"] == 2 and caught.value.got["logps"] == 1
 
 
 def test_an_aborted_request_may_be_empty():

@@ -37,7 +37,7 @@ ONE = FunctionCall("get", (("a", ("number", 1.0)), ("b", ("text", "x"))))
         'The call {"name": "get", "arguments": {"a": 1, "b": "x"}} does (all) that.',
     ],
 )
-def test_one_call_in_every_form(text):
+def test_one_call_is_read_in_every_form(text):
     assert parse_calls(text) == [ONE]
 
 
@@ -51,12 +51,12 @@ def test_one_call_in_every_form(text):
         "First [f()] and then [get(a=1, b='x')].",
     ],
 )
-def test_several_calls_in_order(text):
+def test_several_calls_are_read_in_their_order(text):
     assert parse_calls(text) == [FunctionCall("f", ()), ONE]
 
 
 @pytest.mark.parametrize("text", ["", "  ", "[]", "No call is needed.", "see [1] and {x}", "hello"])
-def test_no_calls(text):
+def test_text_without_calls_has_none(text):
     assert parse_calls(text) == []
 
 
@@ -96,7 +96,7 @@ def test_arguments_by_position_and_calls_as_arguments():
     assert parse_calls("f(a=true, b=null)") == parse_calls("f(a=True, b=None)")
 
 
-def test_which_values_are_equal():
+def test_values_are_equal_by_number_and_text_but_not_by_truth():
     for equal in ((1, 1.0), ("1", " 1 "), ((1, 2), [1.0, 2])):
         assert len(set(map(normalize_value, equal))) == 1
     for one, other in (
@@ -114,7 +114,7 @@ def test_which_values_are_equal():
     assert normalize_value({"a": 1, "b": 2}) == normalize_value({"b": 2.0, "a": 1})
     assert read_word("1.0") == normalize_value(1) and read_word("True") == normalize_value(True)
     assert read_word("one") == normalize_value("one")
-    with pytest.raises(CallParseError, match="bytes"):
+    with pytest.raises(CallParseError):
         normalize_value(b"x")
 
 

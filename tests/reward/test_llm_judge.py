@@ -6,6 +6,7 @@ from concurrent.futures import CancelledError
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
 from tenacity.wait import wait_fixed, wait_none
 
@@ -128,16 +129,18 @@ def test_temporary_errors_are_tried_again(serve):
 )
 def test_a_reply_that_is_no_number_is_not_tried_again(serve, reply, fact):
     server, judge = serve(reply)
-    with pytest.raises(JudgeError, match=fact):
+    with pytest.raises(JudgeError) as caught:
         judge.submit(record("Four", truth="4")).result(WAIT_S)
+    assert fact in caught.value.got
     assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("number", ["1e308", "-1e308", "99", "-5", "1.01", "-1e-9", "1000000"])
 def test_a_number_outside_of_the_scale_is_an_error_that_says_what_the_judge_said(serve, number):
     server, judge = serve(f"Score: {number}")
-    with pytest.raises(JudgeError, match=number):
+    with pytest.raises(JudgeError) as caught:
         judge.submit(record("Answer with a larger number.")).result(WAIT_S)
+    assert number in caught.value.got
     assert len(server.bodies) == 1
 
 
@@ -158,16 +161,19 @@ def test_a_server_that_hangs_or_fails_has_a_deadline(serve, monkeypatch):
     _, failing = serve(503, timeout_s=0.5)
     futures = [judge.submit(record("Four", truth="4")) for judge in (hanging, failing)]
     for one in futures:
-        with pytest.raises(JudgeError, match=r"0\.5 s"):
+        with pytest.raises(JudgeError) as caught:
             one.result(WAIT_S)
+        assert isinstance(caught.value.__cause__, TimeoutError)
 
 
 def test_a_server_that_does_not_listen_is_an_error(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("mega_agentrl.reward.llm_judge.MAX_ATTEMPTS", 2)
     judge = LLMJudge("http://127.0.0.1:9/v1", "grader", timeout_s=100.0)
-    with pytest.raises(JudgeError, match=r"ConnectError: .* 2 attempts"):
+    with pytest.raises(JudgeError) as caught:
         judge.submit(record("Four", truth="4")).result(WAIT_S)
+    assert isinstance(caught.value.__cause__.__cause__, httpx.ConnectError)
+    assert "2 attempts" in caught.value.got
     judge.close()
 
 
@@ -184,7 +190,7 @@ def test_many_requests_at_once_and_close_cancels_open_ones(serve):
     for one in futures:
         with pytest.raises(CancelledError):
             one.result(WAIT_S)
-    with pytest.raises(RuntimeError, match="close"):
+    with pytest.raises(RuntimeError):
         hanging.submit(record("", truth="4"))
 
 

@@ -75,7 +75,7 @@ def test_the_registered_parts_are_the_built_in_ones():
     assert {*REWARDS, MODEL_PART} == set(BUILT_IN_PARTS)
 
 
-def test_the_built_in_parts():
+def test_each_built_in_part_scores_by_its_rule():
     record = trajectory()
     assert rubric().score(record).value == 1.0
     assert rubric({"arpo_released": 1.0}).score(record).value == 1.1
@@ -94,7 +94,7 @@ def test_an_answer_of_a_tool_is_no_answer_of_the_policy():
     assert not rubric({"accuracy": 1.0}).score(record).correct
 
 
-def test_correct_threshold():
+def test_an_answer_is_correct_from_the_threshold_on():
     record = trajectory(TEXT.replace("a b", "c b"))
     for part in ("arpo", "arpo_released"):
         low = rubric({part: 1.0}, correct_threshold=0.6).score(record)
@@ -202,7 +202,7 @@ def test_a_model_in_a_folder_has_the_same_bound(value):
     weighted = rubric({"arpo": 1.0, MODEL_PART: 1.0}, model=model)
     record = trajectory()
     record.score = weighted.score(record)
-    with pytest.raises(RewardError, match=MODEL_PART):
+    with pytest.raises(RewardError):
         weighted.add_model_score(record, value)
 
 
@@ -212,7 +212,7 @@ def score_error(score):
     return score.exception(0)
 
 
-def test_a_user_function_alone():
+def test_a_user_function_alone_is_the_reward():
     mine = PendingScorer()
     weighted = rubric({"mine": 2.0}, functions={"mine": mine}, correct_threshold=0.5)
     future = weighted.score(trajectory())
@@ -312,7 +312,7 @@ def test_a_model_in_a_folder_is_added_afterwards(first):
     assert got.answer == ("" if first == "model" else "a b")
 
 
-def test_a_model_alone():
+def test_a_model_alone_is_the_reward():
     weighted = rubric({"model": -2.0}, model=RewardModelConfig("folder"))
     record = trajectory()
     record.score = weighted.score(record)

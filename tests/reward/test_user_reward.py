@@ -31,6 +31,7 @@ from mega_agentrl.sandbox.worker_pool import (
 )
 from mega_agentrl.types.errors import FirstCallsFailedError
 from mega_agentrl.types.first_calls import FirstCalls
+from tests.config.refusals import refused_input
 
 WAIT_S = 120.0
 VALUES = {"data_source": "qa", "solution_str": "four", "ground_truth": "4", "extra_info": {}}
@@ -117,27 +118,26 @@ def test_several_ground_truths_arrive_as_a_list(function):
     ("solution", "cause", "expected"),
     [
         ("raise", FunctionFailedError, "KeyError: 'no such answer'"),
-        ("die", WorkerLostError, r"exit code 9\).* scoring die"),
-        (
-            "nan",
-            FunctionFailedError,
-            r"compute_score \(.*/mine.py, line 5\) returned the score nan",
-        ),
+        ("die", WorkerLostError, "scoring die"),
+        ("nan", FunctionFailedError, "/mine.py, line 5) returned: got nan,"),
     ],
 )
 def test_a_failed_call_names_the_function(function, solution, cause, expected):
-    with pytest.raises(UserRewardError, match=expected) as caught:
+    with pytest.raises(UserRewardError) as caught:
         ask(function, solution).result(WAIT_S)
     assert "mine.py:compute_score" in str(caught.value)
-    assert isinstance(caught.value.__cause__, cause)
+    error = caught.value.__cause__
+    assert isinstance(error, cause) and expected in error.reason + getattr(error, "output", "")
+    assert getattr(error, "exit_code", 9) == 9
     assert ask(function, "4").result(WAIT_S).value == 0.5
 
 
 def test_a_call_that_hangs_ends_at_its_deadline(general):
     with started(general, timeout_s=2.0) as function:
-        with pytest.raises(UserRewardError, match="2 s") as caught:
+        with pytest.raises(UserRewardError) as caught:
             ask(function, "hang").result(WAIT_S)
     assert isinstance(caught.value.__cause__, WorkerTimeoutError)
+    assert caught.value.__cause__.timeout_s == 2.0
 
 
 def test_a_call_can_be_cancelled_until_it_begins(file):
@@ -158,7 +158,7 @@ def test_a_worker_imports_a_file_once(file, tmp_path):
     assert (tmp_path / "notes").read_text() == "x"
 
 
-def test_a_module_with_and_without_a_name(file, monkeypatch, tmp_path):
+def test_a_module_may_be_named_with_and_without_a_function(file, monkeypatch, tmp_path):
     (tmp_path / "folder_of_rewards").mkdir()
     file(HEAD + "    return 2\n\ndef other(**values):\n    return 3\n", "folder_of_rewards/some.py")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -208,8 +208,7 @@ def test_any_number_is_a_score(value):
 )  # fmt: skip
 def test_any_other_value_is_refused(value):
     for result in (value, {"score": value}):
-        with pytest.raises(ValueError, match=r"^f returned the score"):
-            parse_result(result, "f")
+        assert refused_input(parse_result, result, "f").got is value
 
 
 def test_forms_of_other_trainers_are_scores():
@@ -250,12 +249,10 @@ def test_a_function_may_give_no_score_now_and_then(file):
 
 
 def test_a_dict_without_a_score_or_with_invalid_fields_is_refused():
-    with pytest.raises(ValueError, match="'reward'"):
-        parse_result({"reward": 1}, "f")
-    with pytest.raises(ValueError, match="field 3"):
-        parse_result({"score": 1, 3: 1}, "f")
-    with pytest.raises(ValueError, match="field odd"):
-        parse_result({"score": 1, "odd": {1}}, "f")
+    assert refused_input(parse_result, {"reward": 1}, "f").got == ["reward"]
+    assert refused_input(parse_result, {"score": 1, 3: 1}, "f").got == 3
+    error = refused_input(parse_result, {"score": 1, "odd": {1}}, "f")
+    assert error.name.startswith("field odd ") and error.got is set
 
 
 def test_the_dict_of_the_user_is_not_changed():

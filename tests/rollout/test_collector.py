@@ -86,8 +86,9 @@ def test_a_bug_arrives_as_itself_and_nothing_stays_open():
             raise KeyError("wrong_name")
 
     tools = FakeTools(delays=1)
-    with pytest.raises(KeyError, match="wrong_name"):
+    with pytest.raises(KeyError) as caught:
         _collect(rubric=Broken(), tools=tools)
+    assert caught.value.args == ("wrong_name",)
     assert all(session.released >= 1 for session in tools.sessions)
     with pytest.raises(ZeroDivisionError):
         _collect(tools=FakeTools(answer=lambda text: 1 / 0))

@@ -76,6 +76,7 @@ def test_a_text_is_parsed_where_the_schema_takes_no_text(given, read):
     ],
 )
 def test_the_policy_is_told_which_argument_is_wrong(given, named):
+    # The message is asserted, here and below: it is what the policy reads.
     with pytest.raises(ToolInputError, match=r"Tool\(f\)") as caught:
         LOOK_UP.validate_arguments(given)
     assert named in str(caught.value)

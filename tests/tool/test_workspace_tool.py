@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.tools import PythonToolConfig, ToolConfig, WorkspaceToolConfig
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.toolkit import build_toolkit, built_in_tools
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import Prompt, ToolStatus
@@ -166,8 +167,9 @@ def test_wrong_kwargs_of_a_prompt_are_refused(config, kwargs):
         token_ids=(),
         tools_kwargs={"bash": {"create_kwargs": kwargs}},
     )
-    with pytest.raises(ValueError, match="create_kwargs of bash"):
+    with pytest.raises(InputError) as caught:
         kit.check_prompt_kwargs([prompt])
+    assert (caught.value.name, caught.value.got) == ("prompt p, create_kwargs of bash", kwargs)
     kit.close_now()
 
 

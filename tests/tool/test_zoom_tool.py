@@ -72,7 +72,7 @@ async def test_the_region_is_that_of_the_file():
     ],
     ids=["to_min_side", "as_it_is", "to_max_side", "by_scale", "scale_too_large", "reduced"],
 )
-async def test_sizes_by_hand(box, scale, size):
+async def test_a_region_is_enlarged_within_the_bounds(box, scale, size):
     session = await open_session(picture(60, 40), min_side=20, max_side=80)
     arguments = {"image": 1, "box": box} | ({"scale": scale} if scale else {})
     assert pixels(await zoom(session, **arguments)).shape[:2] == size[::-1]
@@ -99,7 +99,7 @@ async def test_other_boxes_are_the_policys_errors(box):
 
 
 def test_a_line_is_no_region():
-    with pytest.raises(ToolInputError, match="200 times"):
+    with pytest.raises(ToolInputError):
         region([0, 0, 201, 1], 300, 300, 1)
     assert region([0, 0, 200, 1], 300, 300, 1) == (0, 0, 200, 1)
 

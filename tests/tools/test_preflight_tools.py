@@ -8,7 +8,7 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.reward import RewardConfig
 from mega_agentrl.config.sections.tools import ToolConfig
 from mega_agentrl.types.records import ToolStatus
-from tests.config.refusals import refused
+from tests.config.refusals import refused, refused_input
 from tools.preflight_parts import user_tools
 from tools.preflight_parts.user_tools import ExampleCall, call_user_tools
 
@@ -135,8 +135,8 @@ def test_a_tool_that_cannot_be_called_is_named_in_a_note(call, name):
 
 
 def test_an_example_that_fits_no_call_is_refused_with_the_file(call):
-    with pytest.raises(ValueError, match=r"tools\.yaml.*misread.*many"):
-        call("misread")
+    error = refused_input(call, "misread")
+    assert "tools.yaml, entry 1, misread" in error.name and error.got == {"x": "many"}
 
 
 def test_nothing_is_called_without_a_file():

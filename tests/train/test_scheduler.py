@@ -248,8 +248,9 @@ def test_a_bug_in_a_rollout_ends_the_run_at_the_step_that_needs_it(components, c
             return await super().generate(request)
 
     components.generator = Broken()
-    with pytest.raises(KeyError, match="a bug"):
+    with pytest.raises(KeyError) as caught:
         steps_of(components, config, staleness=1)
+    assert caught.value.args == ("a bug",)
     assert [line["step"] for line in metric_lines(tmp_path / "stale-1-0", "rl")] == [1, 2]
 
 
@@ -349,14 +350,14 @@ def test_carried_over_groups_end_with_the_run_and_their_prompts_go_back(componen
     components.prompt_source = PromptSampler(components.validation_prompts, seed=1)
     config.rollout.partial_rollout, config.rollout.num_oversampled_prompts = True, 2
     with (
-        pytest.raises(KeyError, match="a bug"),
+        pytest.raises(ZeroDivisionError),
         open_rollout_scheduler(components, config, SignalHandler()) as scheduler,
     ):
         rollout_batch = scheduler.collect(1)
         assert len(rollout_batch.trees) == 3
         assert rollout_batch.group_counts["num_groups_carried_over"] == 2
         assert len(components.prompt_source.state_dict()["in_flight"]) == 2
-        raise KeyError("a bug")
+        raise ZeroDivisionError
     assert components.run_coroutine(num_tasks()) == 1
     assert all(session.released == 1 for session in components.tools.sessions)
     state = components.prompt_source.state_dict()

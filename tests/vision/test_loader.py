@@ -22,6 +22,7 @@ from mega_agentrl.vision.loader import (
     image_bytes,
 )
 from mega_agentrl.vision.processor import ImageProcessor
+from tests.config.refusals import refused
 from tests.vision_models import make_picture, write_preprocessor_config
 
 WHERE = "data.train=a.parquet row 3, column images[0]"
@@ -178,6 +179,6 @@ def test_an_animation_becomes_its_frames(kind):
 
 
 def test_another_container_says_how_to_convert_it():
-    with pytest.raises(ConfigError, match="ffmpeg"):
-        mp4 = b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41" + b"\0" * 500
-        animation_frames(mp4, WHERE, ImageLimits(), fps=2, max_frames=8)
+    mp4 = b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41" + b"\0" * 500
+    error = refused(animation_frames, mp4, WHERE, ImageLimits(), fps=2, max_frames=8)
+    assert error.key == WHERE and "ffmpeg" in error.expected

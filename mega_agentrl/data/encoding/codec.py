@@ -30,6 +30,7 @@ from mega_agentrl.data.encoding.control_tokens import (
     tag_pattern,
     template_tags,
 )
+from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import Message
 from mega_agentrl.vision.placeholders import expand_placeholders, image_parts
 from mega_agentrl.vision.processor import ImageTokens, find_image_tokens
@@ -122,11 +123,11 @@ class ChatTemplate:
         eos = str(self._tokenizer.eos_token)
         _, sentinel, tail = text.partition(_SENTINEL)
         if not sentinel or eos not in tail:
-            raise ValueError(
-                "chat template: cannot append a turn, expected it to render the assistant's "
-                f"text, followed by {eos!r}, before a message of role "
-                f"{messages[0]['role'] if messages else '(none)'}; probable cause: it drops "
-                "earlier turns, or the tokenizer's eos_token is not what ends a turn"
+            raise InputError(
+                f"chat template, a message of role {messages[0]['role'] if messages else '(none)'}",
+                text,
+                f"the text of the assistant's turn before it, followed by {eos!r}",
+                "it drops earlier turns, or the tokenizer's eos_token is not what ends a turn",
             )
         ids = self._encode_rendered(tail[tail.index(eos) + len(eos) :], marked.marks)
         return self._expand_images(ids, messages)
@@ -270,12 +271,14 @@ class ChatTemplate:
         return with_tool != without
 
     def _check_images(self, messages: Sequence[Message]) -> None:
-        """Raise `ValueError` for images in messages to a model of text."""
+        """Raise `InputError` for images in messages to a model of text."""
         if self._image_tokens is None and (images := image_parts(messages)):
-            raise ValueError(
-                f"chat messages: got {len(images)} images, expected text only; probable cause: "
+            raise InputError(
+                "images of chat messages",
+                len(images),
+                "none",
                 "model.path is a model without a vision tower (its config.json has no "
-                "image_token_id)"
+                "image_token_id)",
             )
 
     def _expand_images(self, token_ids: list[int], messages: Sequence[Message]) -> list[int]:
@@ -292,9 +295,11 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         if self._tokenizer.chat_template is None:
-            raise ValueError(
-                "chat template: the tokenizer has none, expected chat_template.jinja or "
-                "chat_template in tokenizer_config.json; base models come without one"
+            raise InputError(
+                "chat template of the tokenizer",
+                None,
+                "chat_template.jinja, or chat_template in tokenizer_config.json",
+                "a base model, which comes without one",
             )
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],

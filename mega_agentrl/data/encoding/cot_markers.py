@@ -17,11 +17,14 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from mega_agentrl.data.encoding.codec import HFCodec
 
+KEY = "algo.egpo.cot_markers"
 LEFT_CONTEXTS = ("", "\n", "\n\n", " ", "a", "1", ".", ")")
 RIGHT_CONTEXTS = ("", "\n", "\n\n", " a", "a", "1", ".", "<")
 
@@ -39,7 +42,7 @@ def cot_marker_ids(codec: HFCodec, texts: Sequence[str]) -> tuple[tuple[int, ...
         texts: the opening and closing marker of `algo.egpo.cot_markers`.
 
     Raises:
-        ValueError: a marker does not decode to itself, or its ids depend on its context.
+        ConfigError: a marker does not decode to itself, or its ids depend on its context.
     """
     start, end = texts
     return _marker_ids(codec, start), _marker_ids(codec, end)
@@ -51,18 +54,20 @@ def _marker_ids(codec: HFCodec, text: str) -> tuple[int, ...]:
         return (added_id,)
     ids = tuple(codec.encode(text))
     if not ids or codec.decode(ids) != text:
-        raise ValueError(
-            f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)}, which decode to "
-            f"{codec.decode(ids)!r}; expected the same text; probable cause: a tokenizer "
-            f"that lacks some of its characters{REMEDY}"
+        raise ConfigError(
+            KEY,
+            text,
+            f"a text that its tokens {list(ids)} decode to, not to {codec.decode(ids)!r}{REMEDY}",
+            "a tokenizer that lacks some of its characters",
         )
     for before, after in product(LEFT_CONTEXTS, RIGHT_CONTEXTS):
         if not _occurs_in_context(codec, before, text, after, ids):
-            raise ValueError(
-                f"algo.egpo.cot_markers: {text!r} becomes the tokens {list(ids)} alone, but "
-                f"other tokens in {before + text + after!r}; expected the same tokens in any "
-                "context, so that the marker is found in a response; probable cause: the "
-                f"tokenizer merges its ends with the text beside it{REMEDY}"
+            raise ConfigError(
+                KEY,
+                text,
+                f"a text with the tokens {list(ids)} in any context, so that it is found in a "
+                f"response, but they are others in {before + text + after!r}{REMEDY}",
+                "the tokenizer merges its ends with the text beside it",
             )
     return ids
 

@@ -15,6 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.encoding.codec import HFCodec
+from mega_agentrl.errors import InputError
 from mega_agentrl.sandbox.worker_pool import WorkerCallError, WorkerPool
 from mega_agentrl.types.images import ImageInput
 from mega_agentrl.vision.placeholders import content_parts
@@ -57,7 +58,7 @@ def encode_conversations(
         min_rows: number of conversations from which several processes are used.
 
     Raises:
-        ValueError: a worker process failed.
+        InputError: a worker process failed.
     """
     num_workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
     folder = getattr(codec, "folder", None)
@@ -72,9 +73,11 @@ def encode_conversations(
         ]
         return [ids for future in futures for ids in future.result()]
     except WorkerCallError as error:
-        raise ValueError(
-            f"{key}: a worker process failed to tokenize its prompts: {error}; probable cause: a "
-            "chat template that rejects the messages, or too little memory"
+        raise InputError(
+            f"{key}, in a worker process",
+            error,
+            "prompts that can be tokenized",
+            "a chat template that rejects the messages, or too little memory",
         ) from error
     finally:
         pool.close()

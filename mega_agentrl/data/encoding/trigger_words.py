@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
+from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
 from mega_agentrl.config.sections.algo import DEFAULT_TRIGGER_WORDS
+from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -49,18 +51,17 @@ def load_trigger_words(path: str) -> frozenset[str]:
     """Return the normalised words of a file, or `DEFAULT_WORDS`.
 
     Raises:
-        ValueError: The file cannot be read or has no words.
+        ConfigError: The file cannot be read or has no words.
     """
     if path == DEFAULT_TRIGGER_WORDS:
         return DEFAULT_WORDS
-    with reading("algo.ares.trigger_words_file", path, "a text file with one word per line"):
+    key, expected = "algo.ares.trigger_words_file", "a text file with one word per line"
+    with reading(key, path, expected):
         text = Path(path).read_text(encoding="utf-8")
     words = frozenset(filter(None, map(normalize_trigger_token, text.splitlines())))
     if not words:
-        raise ValueError(
-            f"algo.ares.trigger_words_file={path!r}: got 0 words, expected one word per line; "
-            "leave the setting empty to make every token a trigger"
-        )
+        expected += "; leave the setting empty to make every token a trigger"
+        raise ConfigError(key, path, expected, "the file has no words")
     return words
 
 
@@ -68,7 +69,7 @@ def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> 
     """Return the ids of all tokens of the vocabulary that are one of the normalised words.
 
     Raises:
-        ValueError: no token is one of the words, which the configuration key `key` sets.
+        InputError: no token is one of the words, which the configuration key `key` sets.
     """
     token_ids = frozenset(
         token_id
@@ -76,9 +77,11 @@ def trigger_token_ids(codec: TextCodec, words: Collection[str], *, key: str) -> 
         if normalize_trigger_token(codec.decode([token_id])) in words
     )
     if not token_ids:
-        raise ValueError(
-            f"{key}: none of its {len(words)} words is a token of the model's vocabulary, expected "
-            "at least one, because no window is counted otherwise; probable cause: words of "
-            "another language, or several words on a line"
+        raise InputError(
+            key,
+            sorted(words),
+            "at least one word that is a token of the model's vocabulary, because no window is "
+            "counted otherwise",
+            "words of another language, or several words on a line",
         )
     return token_ids

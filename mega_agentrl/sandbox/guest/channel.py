@@ -17,6 +17,8 @@ import struct
 import time
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.sandbox.guest.messages import FrameError
+
 if TYPE_CHECKING:
     from mega_agentrl.sandbox.guest.messages import MessageTable
 
@@ -80,9 +82,9 @@ class Channel:
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def take_fds(self, count: int) -> list[int]:
-        """Return the first `count` received descriptors; raises `ValueError` if there are fewer."""
+        """Return the first `count` received descriptors; raises `FrameError` if there are fewer."""
         if len(self._fds) < count:
-            raise ValueError(f"{len(self._fds)} descriptors were received, expected {count}")
+            raise FrameError(f"{len(self._fds)} descriptors", f"{count}")
         fds, self._fds = self._fds[:count], self._fds[count:]
         return fds
 
@@ -167,17 +169,17 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._read_buffer)
         if length > self._max_bytes:
-            raise ValueError(f"frame of {length} bytes, expected at most {self._max_bytes}")
+            raise FrameError(f"a frame of {length} bytes", f"at most {self._max_bytes}")
         frame_end = _LENGTH.size + length
         if len(self._read_buffer) < frame_end:
             return None
         try:
             message = json.loads(self._read_buffer[_LENGTH.size : frame_end])
         except RecursionError as error:
-            raise ValueError("frame is nested too deeply") from error
+            raise FrameError("a frame that is nested too deeply", "a flat object") from error
         del self._read_buffer[:frame_end]
         if not isinstance(message, dict):
-            raise ValueError(f"frame of {type(message).__name__}, expected an object")  # noqa: TRY004
+            raise FrameError(f"a frame of {type(message).__name__}", "an object")
         if self._accepts is not None:
             self._accepts.check(message)
         return message
@@ -206,11 +208,11 @@ class Channel:
         if not data:
             raise EOFError("the peer closed the channel")
         if self.expected_pid not in (None, self.peer_pid):
-            raise ValueError(f"frame of process {self.peer_pid}, expected {self.expected_pid}")
+            raise FrameError(f"a frame of process {self.peer_pid}", f"{self.expected_pid}")
         if len(self._fds) > self._max_fds or flags & socket.MSG_CTRUNC:
             while self._fds:
                 os.close(self._fds.pop())
-            raise ValueError(f"unexpected descriptors, expected at most {self._max_fds}")
+            raise FrameError("more descriptors", f"at most {self._max_fds}")
         self._read_buffer += data
         return True
 

@@ -84,6 +84,20 @@ class Choice:
         return isinstance(value, str) and value in self.values
 
 
+class FrameError(ValueError):
+    """A frame, its descriptors or its sender are not what a channel accepts.
+
+    Attributes:
+        got: What has arrived.
+        expected: What may arrive.
+    """
+
+    def __init__(self, got: str, expected: str) -> None:
+        super().__init__(f"got {got}, expected {expected}")
+        self.got = got
+        self.expected = expected
+
+
 FieldType = Integer | Number | Text | Flag | Choice
 
 
@@ -97,20 +111,18 @@ class MessageTable:
     """The other fields of each kind."""
 
     def check(self, message: dict[str, Any]) -> None:
-        """Raise `ValueError` unless `message` is one of the table's messages."""
+        """Raise `FrameError` unless `message` is one of the table's messages."""
         kind = message.get(self.key)
         fields = self.kinds.get(kind) if isinstance(kind, str) else None
         if fields is None:
-            raise ValueError(
-                f"message with {self.key} {_repr(kind)}, expected one of {', '.join(self.kinds)}"
-            )
+            kinds = ", ".join(self.kinds)
+            raise FrameError(f"a message with {self.key} {_repr(kind)}", f"one of {kinds}")
         if message.keys() - {self.key} != fields.keys():
-            raise ValueError(
-                f"{kind}: fields {_repr(sorted(message))}, expected {sorted({self.key, *fields})}"
-            )
+            expected = f"the fields {sorted({self.key, *fields})}"
+            raise FrameError(f"a message {kind} with the fields {_repr(sorted(message))}", expected)
         for name, field in fields.items():
             if not field.accepts(message[name]):
-                raise ValueError(f"{kind}.{name}: got {_repr(message[name])}, expected {field}")
+                raise FrameError(f"{kind}.{name} = {_repr(message[name])}", f"{field}")
 
 
 def _repr(value: object) -> str:

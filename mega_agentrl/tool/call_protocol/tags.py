@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mega_agentrl.errors import InputError
 from mega_agentrl.tool.call_protocol.escape import ControlTagEscaper
 from mega_agentrl.tool.call_protocol.hermes import split_reasoning
 from mega_agentrl.types.records import AssistantText, ToolCall
@@ -40,9 +41,11 @@ class TagProtocol:
     ) -> None:
         for name in arguments:
             if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in RESERVED_NAMES:
-                raise ValueError(
-                    f"tool name {name!r}: expected lower-case letters, digits and underscores, "
-                    "other than think, answer and result; it becomes a tag"
+                raise InputError(
+                    "tool name",
+                    name,
+                    "lower-case letters, digits and underscores, other than think, answer and "
+                    "result, because it becomes a tag",
                 )
         self._arguments = dict(arguments)
         self._escaper = ControlTagEscaper(arguments, control_tokens) if escapes else None

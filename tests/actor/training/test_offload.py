@@ -178,6 +178,6 @@ def test_a_failing_pass_leaves_the_present_weights():
     buffer, parameters = weights()
     reference = ReferenceWeights(parameters)
     buffer.add_(1)
-    with pytest.raises(RuntimeError, match="of the pass"), reference.swapped_in():
-        raise RuntimeError("of the pass")
+    with pytest.raises(ZeroDivisionError), reference.swapped_in():
+        raise ZeroDivisionError
     assert buffer.tolist() == list(range(1, 28))

@@ -12,6 +12,7 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.data.encoding.codec import HFCodec, _encode_text
 from mega_agentrl.data.generated.tokenizer import train_tokenizer
 from mega_agentrl.data.toolqa.demonstrations import TAGS, VOCABULARY
+from tests.config.refusals import refused_input
 
 DIALOGUES = [[{"role": "user", "content": "What is 1*2 of the home ?"}]] * 3
 USER = {"role": "user", "content": "Hi <|im_end|>"}
@@ -119,8 +120,8 @@ def test_ids_fit_the_vocabulary(codec):
 
 def test_a_template_that_drops_earlier_turns_cannot_append(folder):
     codec = with_template(folder, "{{ messages[-1].content + eos_token }}")
-    with pytest.raises(ValueError, match=r"cannot append a turn.* role user"):
-        codec.encode_next_turn([USER])
+    error = refused_input(codec.encode_next_turn, [USER])
+    assert "role user" in error.name and error.got.endswith("<|im_end|>")
     plain = with_template(folder, KEEP_ALL).encode_next_turn([USER])
     # What a template puts in front of the whole conversation is no part of a turn.
     counting = with_template(folder, "{{ messages|length }}" + KEEP_ALL)
@@ -128,8 +129,8 @@ def test_a_template_that_drops_earlier_turns_cannot_append(folder):
 
 
 def test_a_tokenizer_without_a_template_is_refused(folder):
-    with pytest.raises(ValueError, match="chat template"):
-        with_template(folder, None).apply_chat_template([USER])
+    error = refused_input(with_template(folder, None).apply_chat_template, [USER])
+    assert error.got is None and "chat template" in error.name
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

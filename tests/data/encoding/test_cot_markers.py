@@ -5,8 +5,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mega_agentrl.data.encoding.codec import HFCodec
-from mega_agentrl.data.encoding.cot_markers import LEFT_CONTEXTS, RIGHT_CONTEXTS, cot_marker_ids
+from mega_agentrl.data.encoding.cot_markers import (
+    KEY,
+    LEFT_CONTEXTS,
+    RIGHT_CONTEXTS,
+    cot_marker_ids,
+)
 from tests.chat_models import save_tokenizer
+from tests.config.refusals import refused, refused_setting
 
 THINK = ("<think>", "</think>")
 NEWLINE = "\u010a"  # how byte-level vocabularies write a newline
@@ -61,18 +67,18 @@ def test_merges_inside_of_a_marker_are_accepted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("merge", "text", "context"),
+    ("merge", "context"),
     [
-        ((">", NEWLINE), "<think>", r"<think>\\n"),
-        ((NEWLINE, "<"), "<think>", r"\\n<think>"),
-        ((">", "a"), "<think>", "<think>a"),
-        ((".", "<"), "<think>", r"\.<think>"),
+        ((">", NEWLINE), "<think>\n"),
+        ((NEWLINE, "<"), "\n<think>"),
+        ((">", "a"), "<think>a"),
+        ((".", "<"), ".<think>"),
     ],
 )
-def test_a_marker_that_merges_with_its_neighbours_is_refused(merge, text, context, tmp_path):
+def test_a_marker_that_merges_with_its_neighbours_is_refused(merge, context, tmp_path):
     codec = codec_of(tmp_path, merges=[merge])
-    with pytest.raises(ValueError, match=rf"algo\.egpo\.cot_markers: '{text}'.* '{context}"):
-        cot_marker_ids(codec, THINK)
+    error = refused(cot_marker_ids, codec, THINK)
+    assert (error.key, error.got) == (KEY, "<think>") and repr(context) in error.expected
 
 
 def test_a_marker_that_becomes_other_text_is_refused(tmp_path):
@@ -80,5 +86,4 @@ def test_a_marker_that_becomes_other_text_is_refused(tmp_path):
     tokenizer = Tokenizer(models.BPE({"a": 0, "?": 1, "<eos>": 2}, [], unk_token="?"))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="?")
     fast.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"algo\.egpo\.cot_markers: '<think>'"):
-        cot_marker_ids(HFCodec(tmp_path), THINK)
+    assert refused_setting(cot_marker_ids, HFCodec(tmp_path), THINK) == (KEY, "<think>")

@@ -6,6 +6,7 @@ from mega_agentrl.data.encoding import parallel_encode as module
 from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.data.encoding.parallel_encode import encode_conversations
 from tests.chat_models import save_tokenizer
+from tests.config.refusals import refused_input
 
 SCHEMAS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
@@ -46,8 +47,10 @@ def test_a_failed_process_is_an_error_with_the_key(folder, monkeypatch):
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: {0, 1})
     codec = HFCodec(folder)
     codec.folder = str(folder / "nowhere")
-    with pytest.raises(ValueError, match=r"data\.train: .*nowhere"):
-        encode_conversations(codec, conversations(2), key="data.train", min_rows=2)
+    error = refused_input(
+        encode_conversations, codec, conversations(2), key="data.train", min_rows=2
+    )
+    assert error.name.startswith("data.train, ") and codec.folder in error.got.reason
 
 
 @pytest.mark.parametrize(("cpus", "min_rows", "folder"), [(1, 1, "x"), (2, 3, "x"), (2, 1, None)])

@@ -1,9 +1,8 @@
 """Tokens that a list of words names, whatever mark of a space they carry."""
 
-import pytest
-
 from mega_agentrl.algo.ares.entropy_windows import normalize_trigger_token
 from mega_agentrl.data.encoding.trigger_words import load_trigger_words, trigger_token_ids
+from tests.config.refusals import refused_input, refused_setting
 
 PIECES = ["", "wait", "\u0120Wait", "\u2581but", " But ", "waiting", "\u0120", "x", "buts"]
 
@@ -37,12 +36,11 @@ def test_tokens_are_found_with_any_mark_of_a_space():
 
 
 def test_a_list_without_a_trigger_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="got 0 words"):
-        load_trigger_words(words_file(tmp_path, "\n \n"))
-    with pytest.raises(ValueError, match=r"none\.txt"):
-        load_trigger_words(str(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="words"):
-        trigger_token_ids(PieceCodec(), {"wait a minute"}, key="words")
+    key = "algo.ares.trigger_words_file"
+    for path in (words_file(tmp_path, "\n \n"), str(tmp_path / "none.txt")):
+        assert refused_setting(load_trigger_words, path) == (key, path)
+    error = refused_input(trigger_token_ids, PieceCodec(), {"wait a minute"}, key=key)
+    assert (error.name, error.got) == (key, ["wait a minute"])
 
 
 def test_the_words_of_the_package_are_normalised_single_words():

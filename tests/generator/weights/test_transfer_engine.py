@@ -87,6 +87,7 @@ def check_computes(worker, values):
 
 
 def check_refuses(worker, message):
+    """The error leaves the worker as text."""
     with pytest.raises(RuntimeError, match=f"forward pass refused: {message}"):
         worker.model(torch.zeros(3))
     with pytest.raises(RuntimeError, match=f"forward pass refused: {message}"):

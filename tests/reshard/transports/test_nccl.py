@@ -88,6 +88,7 @@ def test_the_deadline_aborts_everything_and_nothing_arrives_after_it(rank_one):
     transport, up, down, _ = rank_one
     late, other = transport.receive(SLOT, 0), transport.send(SLOT, 0)
     start_s = time.monotonic()
+    # Errors of a transport reach the other ranks as text, which is asserted in this file.
     with pytest.raises(RuntimeError, match=r"with rank 0 did not end in 0\.2 s"):
         late.wait(0.2)
     assert time.monotonic() - start_s > 0.15

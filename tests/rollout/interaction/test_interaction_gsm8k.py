@@ -9,6 +9,7 @@ from mega_agentrl.rollout.interaction.gsm8k import WRONG_ANSWER_REPLY, Gsm8kInte
 from mega_agentrl.rollout.interaction.session import InteractionRegistry
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import save_tokenizer
+from tests.config.refusals import refused_input
 from tests.rollout.chat_run import converse, make_kit, prompt_for
 
 
@@ -53,6 +54,5 @@ async def test_a_fork_has_its_own_state():
 
 @pytest.mark.parametrize("kwargs", [{}, {"ground_truth": "none"}, {"ground_truth": None}])
 def test_without_a_number_there_is_nothing_to_judge(kwargs):
-    with pytest.raises(ValueError) as caught:
-        Gsm8kInteraction().check_kwargs(kwargs)
-    assert "interaction_kwargs.ground_truth" in str(caught.value)
+    error = refused_input(Gsm8kInteraction().check_kwargs, kwargs)
+    assert error.name.endswith("interaction_kwargs.ground_truth")

@@ -8,6 +8,7 @@ from mega_agentrl.sandbox.guest.messages import (
     HOST_ORDERS,
     INTERPRETER_EVENTS,
     INTERPRETER_ORDERS,
+    FrameError,
 )
 
 DONE = {
@@ -61,15 +62,15 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", VALID)
-def test_accepted(name):
+def test_messages_of_the_table_are_accepted(name):
     table, message = VALID[name]
     table.check(message)
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_refused(name):
+def test_messages_outside_of_the_table_are_refused(name):
     table, message = INVALID[name]
-    with pytest.raises(ValueError, match="expected") as refused:
+    with pytest.raises(FrameError) as refused:
         table.check(message)
     assert len(str(refused.value)) < 400
 

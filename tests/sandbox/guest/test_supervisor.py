@@ -40,13 +40,6 @@ def stateful():
         yield one
 
 
-@pytest.fixture
-def session(stateful):
-    made = stateful.open_session()
-    yield made
-    made.close()
-
-
 @pytest.fixture(params=["call", "session"])
 def client(request, stateless, stateful):
     """A channel that takes calls, and whether calls share state."""
@@ -58,7 +51,7 @@ def client(request, stateless, stateful):
         made.close()
 
 
-def test_a_call(client):
+def test_a_call_returns_its_output_and_exit_code(client):
     channel, stateful_client = client
     begin(channel, "import sys; print(1); print(2, file=sys.stderr); sys.exit(3)", number=7)
     expected = {"end": "exit", "code": 3, "stdout": "1\n", "stderr": "2\n", "num_dropped_bytes": 0}
@@ -89,7 +82,7 @@ def test_a_long_code_arrives_whole(client):
     assert output(channel, f"x = '{'q' * 3_000_000}'; print(len(x))") == "3000000"
 
 
-def test_executors_and_annotations_as_anywhere(client):
+def test_executors_and_annotations_work_as_anywhere(client):
     channel, _ = client
     code = (
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -108,7 +101,7 @@ def test_executors_and_annotations_as_anywhere(client):
         ("import os; os.kill(os.getpid(), 9)\nos._exit(4)", "exit", -4),
     ],
 )
-def test_ends_of_a_call(client, code, end, number):
+def test_each_end_of_a_call_is_told_and_the_next_call_works(client, code, end, number):
     channel, stateful_client = client
     answer = run(channel, code, timeout_s=0.4 if end == "timeout" else WAIT_S)
     assert (answer["end"], answer["code"], answer["alive"]) == (end, -number, False)
@@ -162,7 +155,7 @@ def test_an_order_without_its_channel_fails(stateful, session, order):
     channel = session if order == "fork" else stateful.main
     channel.send({"order": order})
     answer = channel.receive(timeout_s=WAIT_S)
-    assert answer == {"event": "failed", "error": "0 descriptors were received, expected 1"}
+    assert answer == {"event": "failed", "error": "got 0 descriptors, expected 1"}
     assert output(session, "print(1)") == "1"
 
 
@@ -285,7 +278,7 @@ def test_a_drain_is_bounded():
     os.close(writing)
 
 
-def test_nothing_there_does_not_block():
+def test_draining_an_empty_pipe_does_not_block():
     reading, writing = os.pipe()
     assert OutputBuffer(reading, 0, 10).drain()
     os.close(reading)

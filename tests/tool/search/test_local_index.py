@@ -33,7 +33,7 @@ def found(query, top_k=3):
     return [document.doc_id for document in INDEX.search(query, top_k)]
 
 
-def test_title_and_text_rank():
+def test_title_and_text_decide_the_rank():
     assert found("paris") == ["1", "2"]
     assert found("PARIS capital?", top_k=1) == ["1"]
     assert found("ål") == ["3"]
@@ -76,7 +76,7 @@ def test_ties_keep_the_order_of_the_corpus_in_an_index_of_several_pieces(monkeyp
         assert [d.doc_id for d in index.search("word", top_k)] == [str(i) for i in range(top_k)]
 
 
-def test_corpus_is_read(tmp_path):
+def test_a_corpus_is_read_line_by_line(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text('{"id": 1, "title": "t", "text": "x"}\n\n', encoding="utf-8")
     assert list(iter_corpus(path)) == [Document(doc_id="1", title="t", text="x")]
@@ -209,7 +209,7 @@ def test_waiting_for_another_builder_has_a_timeout(corpus, tmp_path):
     with start(corpus, folder, delay_s=600) as child:
         assert child.stdout.readline() == "built\n"
         (lock,) = folder.iterdir()
-        with pytest.raises(TimeoutError, match=lock.name):
+        with pytest.raises(TimeoutError, match=lock.name):  # which file to look at
             open_or_build_index(corpus, folder, timeout_s=0.05)
         child.kill()
 

@@ -44,7 +44,7 @@ def remote(server, backend=SearchBackend.retrieve, path="", cache=None, key="", 
     return RemoteSearch(config, web, cache, key)
 
 
-async def test_a_retrieval_server():
+async def test_a_retrieval_server_is_asked_with_one_query():
     with serving(answering(RETRIEVED)) as server:
         search = remote(server, path="/retrieve")
         found = await search.search("  capital\nof France ", 2)
@@ -61,7 +61,7 @@ async def test_a_retrieval_server():
         assert await remote(server).search("q", 1) == [Document(doc_id="1", title="t", text="x")]
 
 
-async def test_a_web_search_api():
+async def test_a_web_search_is_asked_with_its_key_and_parameters():
     with serving(answering(ORGANIC)) as server:
         search = remote(server, SearchBackend.web, "/search?gl=us", key="secret")
         found = await search.search("a&b=c", 2)
@@ -82,7 +82,7 @@ async def test_a_web_search_api():
 async def test_bad_queries_are_not_asked():
     with serving(answering(RETRIEVED)) as server:
         for query in ("", " \n\0", "x" * 2001):
-            with pytest.raises(ToolInputError, match="The query"):
+            with pytest.raises(ToolInputError):
                 await remote(server).search(query, 1)
     assert server.requests == []
 

@@ -66,5 +66,6 @@ def test_results_of_another_warm_start_are_refused(make_runner, tmp_path):
 def test_a_damaged_line_is_named(tmp_path, line):
     file = tmp_path / "results.jsonl"
     file.write_text(line + "\n")
-    with pytest.raises(ValueError, match="line 1"):
+    with pytest.raises(InputError) as caught:
         ResultFile(file)
+    assert caught.value.name == f"{file}, line 1"
