@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from mega_agentrl.report.progress import EtaEstimator, StageProgress, StepSummary, format_duration
+from tests.manual_clock import ManualClock
 
 VIEW = StepSummary(
     step=3,
@@ -14,16 +15,6 @@ VIEW = StepSummary(
     tokens_per_s=2310.4,
     unique_tokens_per_s=1204.6,
 )
-
-
-class Clock:
-    """A clock that a test moves."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def view(step):
@@ -39,12 +30,12 @@ def plain():
     ("seconds", "text"),
     [(0, "0:00"), (6.6, "0:07"), (185, "3:05"), (7385, "2:03:05"), (-1, "0:00")],
 )
-def test_duration(seconds, text):
+def test_a_duration_is_shown_in_minutes_and_seconds(seconds, text):
     assert format_duration(seconds) == text
 
 
 def test_time_left_is_the_mean_duration_of_the_last_steps():
-    clock = Clock()
+    clock = ManualClock()
     left = EtaEstimator(10, clock)
     clock.now_s = 4.0
     assert left.update(2) == pytest.approx(2.0 * 8)
@@ -55,14 +46,14 @@ def test_time_left_is_the_mean_duration_of_the_last_steps():
 
 
 def test_steps_of_an_earlier_start_took_no_time():
-    clock = Clock()
+    clock = ManualClock()
     left = EtaEstimator(10, clock, num_done=6)
     clock.now_s = 4.0
     assert left.update(8) == pytest.approx(2.0 * 2)
 
 
 def test_time_left_forgets_a_slow_start():
-    clock = Clock()
+    clock = ManualClock()
     left = EtaEstimator(100, clock)
     clock.now_s = 1000.0  # the first step
     left.update(1)
@@ -74,7 +65,7 @@ def test_time_left_forgets_a_slow_start():
 
 def test_a_log_file_gets_one_line_for_each_due_step():
     out, console = plain()
-    clock = Clock()
+    clock = ManualClock()
     with StageProgress("rl", 40, console=console, plain_every_s=5.0, clock=clock) as progress:
         for step in range(1, 41):
             clock.now_s += 1.0
@@ -101,7 +92,7 @@ def test_a_long_line_is_not_wrapped_and_brackets_stay():
 
 
 def test_a_terminal_gets_a_bar_that_ends_full_with_its_time():
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), ManualClock()
     console = Console(file=out, force_terminal=True, width=120)
     with StageProgress("rl", 3, console=console, clock=clock) as progress:
         for step in (1, 2, 3):
@@ -116,7 +107,7 @@ def test_a_terminal_gets_a_bar_that_ends_full_with_its_time():
 
 
 def test_a_stage_without_steps_shows_its_title_and_time_but_no_bar():
-    out, clock = io.StringIO(), Clock()
+    out, clock = io.StringIO(), ManualClock()
     with StageProgress("held out", 1, console=Console(file=out, force_terminal=True), clock=clock):
         clock.now_s = 12.0
     assert "held out" in out.getvalue()
@@ -148,7 +139,7 @@ def test_the_bar_of_an_rl_step_fits_80_columns():
 
 def test_a_warning_ends_the_line_and_is_shown_at_once():
     out, console = plain()
-    with StageProgress("RL", 9, console=console, plain_every_s=60.0, clock=Clock()) as stage:
+    with StageProgress("RL", 9, console=console, plain_every_s=60.0, clock=ManualClock()) as stage:
         stage.update(view(1))
         stage.update(view(2))
         for step in (3, 4):

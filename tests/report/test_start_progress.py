@@ -3,19 +3,12 @@
 import pytest
 
 from mega_agentrl.report.start_progress import StartProgress
+from tests.manual_clock import ManualClock
 
 
 @pytest.fixture
 def clock():
-    """A clock that is set by hand."""
-
-    class Clock:
-        now_s = 1000.0
-
-        def __call__(self):
-            return self.now_s
-
-    return Clock()
+    return ManualClock(1000.0)
 
 
 def test_each_stage_is_named_when_it_begins_and_timed_at_the_end(clock, capsys):

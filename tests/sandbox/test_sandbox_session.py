@@ -25,13 +25,6 @@ def pool():
     yield from shared_pool(**STATEFUL)
 
 
-@pytest.fixture
-async def session(pool):
-    made = await pool.open()
-    yield made
-    await made.close()
-
-
 async def output_of(session, code):
     result = await session.run(code)
     assert result.status is ToolStatus.ok, result.output
@@ -95,7 +88,7 @@ async def test_an_abandoned_fork_is_ended(pool, session):
     assert await output_of(session, "print(x)") == "1"
 
 
-async def test_forks_of_forks_and_several_of_one(session):
+async def test_forks_of_forks_and_several_of_one_are_separate(session):
     await output_of(session, "x = ['root']")
     first, second = await session.fork(), await session.fork()
     await output_of(first, "x.append('first')")
@@ -111,7 +104,7 @@ async def test_forks_of_forks_and_several_of_one(session):
     await third.close()
 
 
-async def test_generators_go_on_alike(session):
+async def test_random_generators_go_on_alike_in_a_fork(session):
     await output_of(session, "import random; random.seed(3); random.random()")
     child = await session.fork()
     draw = "print(random.random(), random.Random(random.random()).random())"

@@ -55,13 +55,6 @@ def stateful():
         yield one
 
 
-@pytest.fixture
-def session(stateful):
-    made = stateful.open_session()
-    yield made
-    made.close()
-
-
 def check(facts):
     """CPU: a second more, which the supervisor's own count comes before."""
     assert (facts["pid"], facts["session"], facts["others"]) == (1, 1, ["1"])
@@ -78,7 +71,7 @@ def check(facts):
 
 
 @pytest.mark.parametrize("is_fork", [False, True], ids=["first", "fork"])
-def test_limits_of_a_session(session, is_fork):
+def test_a_session_and_its_forks_have_their_limits(session, is_fork):
     if is_fork:
         child = forked(session)
         check(json.loads(output(child, LOOK)))
@@ -86,7 +79,7 @@ def test_limits_of_a_session(session, is_fork):
     check(json.loads(output(session, LOOK)))
 
 
-def test_limits_of_a_call(stateless):
+def test_a_call_has_its_limits(stateless):
     check(json.loads(output(stateless.main, LOOK)))
 
 
@@ -162,7 +155,7 @@ def test_an_alarm_that_fires_while_stopped_loses_nothing(session):
     assert (answer["stdout"], answer["alive"]) == ("7\n", True)
 
 
-def test_the_working_folder_of_a_fork(session):
+def test_a_fork_starts_in_the_working_folder_or_in_tmp_if_it_is_gone(session):
     run(session, "import os; os.mkdir('/tmp/a'); os.chdir('/tmp/a'); os.mkdir('/tmp/a/b')")
     child = forked(session)
     assert output(child, "print(os.getcwd())") == "/tmp/a"

@@ -31,13 +31,6 @@ def pool(tmp_path_factory):
     yield from shared_workspace_pool(root="host", folder=str(project))
 
 
-@pytest.fixture
-async def session(pool):
-    made = await pool.open()
-    yield made
-    await made.close()
-
-
 async def test_repository_of_the_project_can_be_cloned_beside_it(session):
     child = await session.fork()
     for one in (session, child):

@@ -36,13 +36,6 @@ def pool(request, tmp_path_factory):
     assert sorted(path.name for path in project.iterdir()) == ["a.txt", "b.txt", "src"]
 
 
-@pytest.fixture
-async def session(pool):
-    made = await pool.open()
-    yield made
-    await made.close()
-
-
 async def test_the_state_of_the_shell_persists(session):
     await output_of(
         session,
