@@ -149,7 +149,7 @@ HALF = 2.0**0.5 / 2
     ],
     ids=["constant", "linear", "cosine", "only-warm-up"],
 )
-def test_learning_rates_by_hand(total_steps, settings, expected):
+def test_each_schedule_has_the_learning_rates_worked_out_by_hand(total_steps, settings, expected):
     rates = learning_rates(len(expected), total_steps, **settings)
     assert rates == pytest.approx(expected)
 

@@ -24,7 +24,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("case", GROUPS["cases"], ids=lambda case: case["name"])
-def test_golden_groups(case, estimator):
+def test_group_advantages_are_those_of_the_reference_implementation(case, estimator):
     got = ESTIMATORS[estimator](torch.tensor(case["rewards"]), group_indices(case["group_ids"]))
     length = torch.tensor(case["response_lengths"])
     mask = torch.arange(case["response_length"])[None] < length[:, None]
@@ -127,7 +127,7 @@ def _padded(rows, fill):
 
 
 @pytest.mark.parametrize("case", HARD["cases"], ids=lambda case: case["name"])
-def test_golden_hard_by_ancestry(case):
+def test_hard_advantages_are_those_of_the_released_code_by_ancestry(case):
     lengths = [len(row) for row in case["responses"]]
     token = _padded(_tree_token_ids(case["parents"], case["fork_lens"], lengths), -1)
     mask = torch.arange(token.shape[1])[None] < torch.tensor(lengths)[:, None]
@@ -136,7 +136,7 @@ def test_golden_hard_by_ancestry(case):
     torch.testing.assert_close(got, expected.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_hard_in_a_nested_tree_and_with_a_masked_tool_token():
+def test_hard_averages_over_descendants_in_a_nested_tree_and_skips_tool_tokens():
     # Row 1 forks from row 0 after 4 tokens, row 2 from row 0 after 2; row 3 shares nothing.
     token = _padded(_tree_token_ids([None, 0, 0, None], [0, 4, 2, 0], [5, 5, 5, 2]), -1)
     mask = token >= 0
@@ -186,7 +186,7 @@ def test_node_ids_are_labels_only(seed):
     assert not advantage.arpo_hard(scalar, token, torch.zeros_like(mask)).any()
 
 
-def test_remax_by_hand():
+def test_remax_subtracts_the_reward_of_the_greedy_answer():
     got = advantage.remax(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5]))
     assert got.tolist() == [0.75, -0.5]
 
@@ -213,7 +213,7 @@ def test_reinforce_plus_plus_baseline_is_group_centred_and_white():
     assert got.tolist() == pytest.approx([white, -white, 0, 0], abs=1e-5)
 
 
-def test_gae_by_hand_and_over_a_tool_token():
+def test_gae_reaches_over_a_tool_token():
     reward = torch.tensor([[0.0, 1.0]])
     value = torch.tensor([[0.5, 0.25]])
     gain, target = advantage.gae(reward, value, torch.ones(1, 2), gamma=0.9, lam=0.8)
@@ -246,7 +246,7 @@ def test_blockwise_sums_are_those_of_the_recursion(seed, factor, width):
     torch.testing.assert_close(advantage.discounted_sum(x, factor), want.view(3, width))
 
 
-def test_discounted_sums_of_more_rows_than_a_chunk():
+def test_discounted_sums_of_more_rows_than_a_chunk_are_those_of_each_row():
     num_rows = ROWS_PER_CHUNK + 3
     x = torch.arange(num_rows, dtype=torch.float64)[:, None].expand(num_rows, 2)
     total = advantage.apply_to_sampled_tokens(
@@ -256,7 +256,7 @@ def test_discounted_sums_of_more_rows_than_a_chunk():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_discounted_sums_of_an_empty_batch(shape):
+def test_discounted_sums_of_an_empty_batch_are_empty(shape):
     empty = torch.zeros(shape)
     total = advantage.apply_to_sampled_tokens(
         lambda row: advantage.discounted_sum(row, 0.9), empty, empty

@@ -16,14 +16,14 @@ GOLDEN = load_golden("aepo")
 
 
 @pytest.mark.parametrize("case", GOLDEN["initial_rollouts"])
-def test_golden_initial_rollouts(case):
+def test_the_number_of_initial_rollouts_is_that_of_the_released_code(case):
     got = initial_rollouts(case["n"], case["H_root"], case["H_tool_avg"])
     assert got == case["initial_rollouts_code"]
     assert got == min(max(int(case["m_paper_real"]) + 1, 1), case["n"])
 
 
 @pytest.mark.parametrize("case", GOLDEN["branch"])
-def test_golden_penalty(case):
+def test_the_penalized_fork_score_is_that_of_the_released_code(case):
     coin = case["u"] + case["w"] * case["delta"]
     score = min(max(coin * branch_penalty(case["consecutive"]), 0.0), 1.0)
     assert score == pytest.approx(case["score"])
@@ -31,7 +31,7 @@ def test_golden_penalty(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN["loss"])
-def test_golden_losses(case):
+def test_losses_and_gradients_are_those_of_the_released_code(case):
     new = torch.tensor([case["new"]], requires_grad=True)
     old, advantage, entropy = (torch.tensor([case[key]]) for key in ("old", "adv", "entropy"))
     mask = torch.ones_like(old)
@@ -54,7 +54,7 @@ def test_golden_losses(case):
     assert new.grad[0].tolist() == pytest.approx(case["grad"], abs=1e-5)
 
 
-def test_scaled_by_hand():
+def test_advantages_grow_with_the_deviation_of_the_entropy():
     # Entropies 1, 2, 3: mean 2, unbiased std 1, z -1, 0, 1; the fourth token is masked.
     advantage = torch.tensor([[1.0, -1.0, 2.0, 5.0]])
     entropy = torch.tensor([[1.0, 2.0, 3.0, float("nan")]], requires_grad=True)
@@ -75,7 +75,7 @@ def test_more_roots_for_a_higher_question_entropy(n, h_root, h_tool, more):
     assert 1 <= few <= initial_rollouts(n, h_root + more, h_tool) <= n
 
 
-def test_penalties_by_hand():
+def test_each_consecutive_fork_takes_a_twentieth_of_the_probability():
     assert [branch_penalty(count) for count in (0, 1, 10, 20, 99)] == [1.0, 0.95, 0.5, 0.0, 0.0]
     assert branch_penalty(2, rate=0.25) == 0.5 and branch_penalty(50, rate=0) == 1.0
 

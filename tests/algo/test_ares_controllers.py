@@ -27,7 +27,7 @@ def stats(correct, hwe, kl=None, p95=None, prompt="p"):
     )
 
 
-def test_golden_threshold():
+def test_the_threshold_is_that_of_the_released_code():
     state = ares.AresState()
     for row in GOLDEN["hwe_threshold_ema"]:
         state = ares.update_threshold(state, torch.tensor(row["per_sample_p95"]))
@@ -56,7 +56,7 @@ def test_first_batch_starts_targets_and_moves_no_alpha():
 
 
 @pytest.mark.parametrize(("correct", "code", "sign"), [(8, 0, 1), (4, 1, 1), (1, 2, -1)])
-def test_second_batch_by_hand(correct, code, sign):
+def test_the_second_batch_moves_alpha_and_a_tenth_of_the_target(correct, code, sign):
     marks = [1] * correct + [0] * (8 - correct)
     before = ares.update(ares.AresState(), stats(marks, [4] * 8))
     after = ares.update(before, stats(marks, [6] * correct + [8] * (8 - correct)))
@@ -66,7 +66,7 @@ def test_second_batch_by_hand(correct, code, sign):
     assert [after.alphas[other] for other in range(3) if other != code] == [0.5, 0.5]
 
 
-def test_small_buckets_and_buckets_without_correct_answers():
+def test_small_buckets_and_buckets_without_correct_answers_set_no_target():
     few = ares.update(ares.AresState(), stats([1] * 7, [9] * 7, kl=9.0, p95=[1.0] * 7))
     assert few.difficulty_by_prompt == {"p": 0} and few.threshold == 1.0
     assert few.targets == (None,) * 3 and few.alphas == (0.5,) * 3 and few.lambdas == (0.0,) * 3
@@ -128,7 +128,7 @@ def released_stats(prompt_ids, correct, hwe, kl=None):
     )
 
 
-def test_golden_targets_and_alphas():
+def test_targets_and_alphas_are_those_of_the_released_code():
     state = ares.AresState()
     for step in GOLDEN["difficulty_target_alpha"]["steps"]:
         seen = released_stats(step["global_id"], step["accuracy"], step["n_hwe"])
@@ -144,7 +144,7 @@ def test_golden_targets_and_alphas():
 
 
 @pytest.mark.parametrize("case", GOLDEN["kl_beta"], ids=lambda case: f"every-{case['n_updates']}")
-def test_golden_kl(case):
+def test_the_kl_controller_is_that_of_the_released_code(case):
     wanted = {row["update"]: row for row in case["trace"]}
     controller = ares.ReleasedKLController()
     for number in range(1, case["n_updates"] + 1):

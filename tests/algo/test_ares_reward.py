@@ -31,7 +31,7 @@ def reward_of(rows, rule="released"):
     return entropy_reward(correct, hwe, target, alpha, code, rule=rule)
 
 
-def test_golden_rows():
+def test_rewards_are_those_of_the_released_code():
     rows = GOLDEN["rows"]
     assert len(rows) == 430
     codes = {name: code for code, name in enumerate(DIFFICULTY_NAMES)} | {"unknown": -1}
@@ -42,7 +42,7 @@ def test_golden_rows():
 
 
 @pytest.mark.parametrize("case", FILTER["cases"], ids=lambda case: case["name"])
-def test_golden_shaped_scores_that_the_released_filter_saw(case):
+def test_shaped_scores_are_those_that_the_released_filter_saw(case):
     rows = [(0, a, n, 0, 0.5) for a, n in zip(case["accuracy"], case["n_hwe"], strict=True)]
     accuracy = torch.tensor(case["accuracy"], dtype=torch.float64)
     overall = accuracy + reward_of(rows)
@@ -97,7 +97,7 @@ def test_rewards_are_float32_unless_alpha_is_float64():
     assert got.dtype == torch.float32
 
 
-def test_difficulty_at_the_edges_and_alone():
+def test_difficulty_counts_the_edges_as_easier_and_works_for_one_trajectory():
     accuracy = torch.tensor([1.0, 1, 0, 1, 0, 0, 0, 0, 0, 1, 1, 1, 0])
     group = torch.tensor([7, 7, 7, 3, 3, 3, 5, 5, 5, 9, 2, 2, 2])
     assert difficulty(accuracy, group).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0]
@@ -105,7 +105,7 @@ def test_difficulty_at_the_edges_and_alone():
 
 
 @pytest.mark.parametrize("case", CONTROL["token_level_kl_paper"])
-def test_golden_kl_weights(case):
+def test_kl_weights_are_those_of_the_released_code(case):
     inside = torch.tensor([case["hwe_mask"]])
     weight = token_kl_weight(inside, torch.tensor([case["beta_d"]]), rho=case["rho"])
     assert weight[0].tolist() == pytest.approx(case["weights"])

@@ -19,7 +19,7 @@ def stats(**changes):
     return AresStats(**given | changes)
 
 
-def test_lookups_by_prompt():
+def test_a_prompt_has_the_values_of_its_difficulty():
     state = AresState(
         difficulty_by_prompt={"a": 2, "b": 0},
         targets=(4.0, None, 9.0),
@@ -37,7 +37,7 @@ def test_lookups_by_prompt():
     assert AresState().betas_for(code, hyperparams).tolist() == [0.5] * 3
 
 
-def test_metrics_by_bucket():
+def test_each_bucket_has_metrics_of_its_own():
     state = AresState(targets=(None, 2.0, 5.0), threshold=1.5)
     batch_stats = stats(kl_B=torch.tensor([0.1, 0.3, 0.4]))
     got = metrics(state, batch_stats, torch.tensor([1, 1, 2]), AresHyperparams())

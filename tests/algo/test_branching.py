@@ -13,7 +13,7 @@ GOLDEN = load_golden("arpo_entropy_and_branch")
 
 
 @pytest.mark.parametrize("case", GOLDEN["entropy"], ids=lambda case: case["name"])
-def test_golden_entropies(case):
+def test_entropies_are_those_of_the_released_code(case):
     logprob = torch.tensor(case["logprobs_per_token"], dtype=torch.float64)
     got = branching.released_segment_entropy(logprob, case["vocab_size"])
     assert got == pytest.approx(case["H_reference"], abs=1e-9)
@@ -21,7 +21,7 @@ def test_golden_entropies(case):
     assert mean == pytest.approx(case["mean_tail_corrected_nats"], abs=1e-6)
 
 
-def test_golden_released_decisions():
+def test_decisions_are_those_of_the_released_code():
     assert len(GOLDEN["branch_table"]) > 400
     for probability, weight, delta, u, _, expected in GOLDEN["branch_table"]:
         got = branching.released_should_branch(
@@ -31,7 +31,7 @@ def test_golden_released_decisions():
 
 
 @pytest.mark.parametrize("case", GOLDEN["probability_table"])
-def test_golden_fraction_of_draws_that_fork(case):
+def test_the_fraction_of_draws_that_fork_is_that_of_the_released_code(case):
     draws = [(index + 0.5) / 2000 for index in range(2000)]
     share = sum(
         branching.released_should_branch(
@@ -43,13 +43,13 @@ def test_golden_fraction_of_draws_that_fork(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN["paper_rule"])
-def test_golden_paper_rule(case):
+def test_the_rule_of_the_paper_gives_the_recorded_probabilities(case):
     p = branching.branch_probability(case["dH"], alpha=case["alpha"], beta=case["beta"])
     assert p == pytest.approx(case["P"])
     assert branching.should_branch(p, tau=case["tau"]) is case["branch"]
 
 
-def test_entropy_by_hand():
+def test_entropy_counts_the_rest_of_the_probability_as_one_outcome():
     half = torch.tensor([[0.5, 0.25]]).log()
     exact = -(0.5 * torch.tensor(0.5).log() + 2 * 0.25 * torch.tensor(0.25).log())
     assert branching.token_entropy_topk(half)[0].item() == pytest.approx(exact.item(), abs=1e-6)

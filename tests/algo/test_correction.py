@@ -31,7 +31,7 @@ def weights(ratios, mask, **options):
         ("sequence", "masked", [[0.0, 0.0, 0.0], [0.5, 0.5, 0.5]]),
     ],
 )
-def test_by_hand(level, mode, want):
+def test_importance_weights_are_those_worked_out_by_hand(level, mode, want):
     got, info = weights(
         [[0.5, 8.0, 9.0], [1.0, 0.25, 2.0]],
         [[1, 1, 0], [1, 1, 1]],
@@ -44,7 +44,7 @@ def test_by_hand(level, mode, want):
     assert info["weight_mean"].item() == pytest.approx(sum(map(sum, want)) / 5)
 
 
-def test_metrics_by_hand():
+def test_metrics_of_the_mismatch_are_those_worked_out_by_hand():
     _, info = weights([[2.0, 0.5]], [[1, 1]], level="token", mode="truncated", cap=9.0)
     ln2 = math.log(2)
     assert info["logp_mean_abs"].item() == info["logp_max_abs"].item() == pytest.approx(ln2)
@@ -55,7 +55,7 @@ def test_metrics_by_hand():
 
 
 @pytest.mark.parametrize("num_copies", [1, 40])
-def test_probabilities_by_hand(num_copies):
+def test_differences_of_probabilities_are_those_worked_out_by_hand(num_copies):
     """|0.5 - 0.25|, |0.25 - 0.5| and |0.125 - 0.125|: mean 1/6, variance 1/24 - 1/36 = 1/72.
 
     The copies of the row go through the sums in several parts.
@@ -95,7 +95,7 @@ def test_equal_policies_have_weight_one(level, mode):
     assert info["prob_max_abs"].item() == info["prob_std_abs"].item() == 0.0
 
 
-def test_no_gradient_and_no_overflow():
+def test_weights_have_no_gradient_and_do_not_overflow():
     train = torch.tensor([[0.0, 0.0]], requires_grad=True)
     rollout = torch.tensor([[-900.0, -1.0]])
     got, info = importance_weights(

@@ -20,7 +20,7 @@ START, END = 151667, 151668
 
 
 @pytest.mark.parametrize("case", GOLDEN["advantage"], ids=lambda case: case["name"])
-def test_golden_advantages(case):
+def test_advantages_are_those_of_the_reference_implementation(case):
     plain = advantage.grpo(torch.tensor(case["rewards"]), group_indices(case["group_ids"]))
     entropy = torch.tensor(case["cot_entropy"])
     got = egpo(plain, entropy, lam=case["lam"], alpha=case["alpha"])
@@ -31,7 +31,7 @@ def test_golden_advantages(case):
 
 
 @pytest.mark.parametrize("case", GOLDEN["cot_mask"], ids=lambda case: case["name"])
-def test_golden_masks(case):
+def test_masks_are_those_of_the_reference_implementation(case):
     token = torch.tensor([case["ids"]])
     mask = torch.arange(token.shape[1])[None] < case["response_len"]
     got = cot_mask(token, mask, start_id=START, end_id=END)
@@ -53,7 +53,7 @@ def mask_of(token, mask, **options):
     return got[0].int().tolist()
 
 
-def test_markers_of_several_tokens():
+def test_markers_may_have_several_tokens():
     token = [1, 2, 5, 1, 3, 6, 3, 4, 7]  # <1 2> opens, <3 4> closes; 1 and 3 alone mean nothing
     marks = {"start_id": (1, 2), "end_id": (3, 4)}
     assert mask_of(token, [1] * 9, **marks) == [0, 0, 1, 1, 1, 1, 0, 0, 0]
@@ -162,7 +162,7 @@ def test_masked_tokens_and_other_rows_have_no_effect(blocks, rows):
     assert torch.equal(cot_mask(stack, torch.cat([mask.flip(1), mask]), **marks)[1:], plain)
 
 
-def test_cot_masks_of_more_rows_than_a_chunk():
+def test_cot_masks_of_more_rows_than_a_chunk_are_those_of_each_row():
     num = ROWS_PER_CHUNK + 5
     token = torch.full((num, 4), 5)
     token[torch.arange(num), torch.arange(num) % 4] = END

@@ -28,7 +28,7 @@ GOLDEN = load_golden("ares_window_entropy")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: case["name"])
-def test_golden(case, dtype):
+def test_entropies_and_windows_are_those_of_the_reference_implementation(case, dtype):
     logprob = torch.tensor(case["logprobs"], dtype=dtype)
     entropy = token_entropy_topk(logprob)
     assert entropy.tolist() == pytest.approx(case["token_entropy_tail"], abs=1e-5)
@@ -50,7 +50,7 @@ def test_golden(case, dtype):
     assert p95.item() == pytest.approx(case["p95_threshold"], abs=1e-5)
 
 
-def test_windows_by_hand():
+def test_a_window_has_the_mean_of_its_unmasked_tokens():
     entropy = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0], [1.0, 1.0, 1.0, 9.0, 9.0]])
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
     got = window_entropy(entropy, mask, window=2)
@@ -115,7 +115,7 @@ def test_percentile_matches_the_rule_row_by_row(rows, window):
         )
 
 
-def test_percentile_of_few_of_none_and_of_many_rows():
+def test_the_percentile_is_defined_for_few_and_many_rows_and_nan_for_none():
     entropy = torch.tensor([[3.0, 1.0, 9.0], [7.0, 1.0, 9.0], [1.0, 2.0, 9.0]])
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 0]])
     got = threshold_p95(entropy, mask, window=1)
@@ -125,7 +125,7 @@ def test_percentile_of_few_of_none_and_of_many_rows():
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
-def test_empty_batch(shape):
+def test_an_empty_batch_has_empty_windows(shape):
     empty = torch.zeros(shape)
     assert window_entropy(empty, empty).shape == shape
     assert hwe_mask(empty, threshold=1.0).shape == shape
@@ -133,7 +133,7 @@ def test_empty_batch(shape):
     assert got.shape == shape[:1] and got.isnan().all()
 
 
-def test_windows_longer_than_the_row():
+def test_windows_longer_than_the_row_are_nan_and_mark_nothing():
     short = torch.ones(2, 3)
     assert window_entropy(short, short, window=5).isnan().all()
     assert not hwe_mask(torch.full((2, 3), math.nan), threshold=0.0, window=5).any()

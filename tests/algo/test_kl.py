@@ -16,7 +16,7 @@ KIND_OF = {"kl": "k1", "abs": "abs", "mse": "k2"}
 
 
 @pytest.mark.parametrize("case", GOLDEN["kl"], ids=lambda case: case["type"])
-def test_golden(case):
+def test_penalties_are_those_of_verl(case):
     got = kl_penalty(
         torch.tensor([case["log_prob"]]),
         torch.tensor([case["ref_log_prob"]]),
@@ -25,7 +25,7 @@ def test_golden(case):
     torch.testing.assert_close(got, torch.tensor([case["verl"]]), atol=1e-5, rtol=1e-5)
 
 
-def test_k3_by_hand_and_clamped():
+def test_k3_is_the_formula_and_clamped_at_ten():
     logp, ref = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -40.0]])
     got = kl_penalty(logp, ref, "k3")[0]
     assert got[0].item() == pytest.approx(2.718281828**-1 - 1 + 1)
@@ -53,14 +53,14 @@ def test_gradient_is_the_slope(kind):
     torch.testing.assert_close(got, want, atol=1e-7, rtol=1e-6)
 
 
-def test_apply_kl_penalty_by_hand():
+def test_the_kl_penalty_is_subtracted_from_unmasked_rewards():
     reward = torch.tensor([[0.0, 0.0, 1.0]])
     kl = torch.tensor([[0.5, float("nan"), -0.25]], requires_grad=True)
     got = apply_kl_penalty(reward, kl, torch.tensor([[1, 0, 1]]), coef=0.2)
     assert got[0].tolist() == pytest.approx([-0.1, 0.0, 1.05]) and not got.requires_grad
 
 
-def test_adaptive_by_hand():
+def test_the_adaptive_coefficient_moves_towards_the_target_within_its_clip():
     state = AdaptiveKL(coef=0.1, target=0.02, horizon=100)
     assert update(state, 0.022, 10).coef == pytest.approx(0.1 * 1.01)
     assert update(state, 5.0, 10).coef == pytest.approx(0.1 * 1.02)

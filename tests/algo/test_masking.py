@@ -15,7 +15,7 @@ from mega_agentrl.algo.masking import (
 )
 
 
-def test_sum_and_mean_by_hand():
+def test_sum_and_mean_are_over_unmasked_values():
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
     assert masked_sum(x, mask).item() == 10.0
@@ -57,7 +57,7 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one():
         (5, [0.0] * 3),
     ],
 )
-def test_shift_by_hand(by, row):
+def test_shift_moves_values_and_fills_with_zeros(by, row):
     assert shift(torch.tensor([[1.0, 2.0, 3.0]]), by).tolist() == [row]
 
 

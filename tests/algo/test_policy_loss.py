@@ -47,7 +47,7 @@ FUTURE = {
 
 @pytest.mark.parametrize("name", MODE_OF)
 @pytest.mark.parametrize("case", GOLDEN["policy_loss"], ids=lambda case: case["name"])
-def test_golden_loss_metrics_and_gradient(case, name):
+def test_loss_metrics_and_gradient_are_those_of_verl(case, name):
     expected = case["verl"][name]
     logp = torch.tensor(case["log_prob"], requires_grad=True)
     mask = torch.tensor(case["mask"])
@@ -195,7 +195,7 @@ def test_gradient_is_the_slope(mode, loss_of, options, spread, seed):
     _check_gradient(loss, logp)
 
 
-def test_gspo_by_hand():
+def test_gspo_weighs_each_token_by_the_mean_ratio_of_its_sequence():
     # Mean log-ratios 0.1 and 0.5: ratios 1.105 and 1.649; the second is cut at 1.2 for A > 0.
     logp = torch.tensor([[0.3, -0.1, 9.0], [0.5, 0.5, 0.5]], requires_grad=True)
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -232,7 +232,7 @@ def test_a_mean_log_ratio_is_bounded_at_10(loss_of):
     torch.testing.assert_close(logp.grad, want * torch.tensor([[1.0], [0.0]]))
 
 
-def test_atpo_by_hand():
+def test_atpo_weighs_each_token_by_the_mean_ratio_of_its_turn():
     # Turns of mean log-ratios 0.1 and 0.5: ratios 1.105 and 1.649; the second is cut at 1.2.
     logp = torch.tensor([[0.3, -0.1, 9.0, 0.5, 0.5]], requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 1, 1]])
@@ -271,7 +271,7 @@ def test_atpo_s_gradient_is_that_of_the_turn_s_ratio_if_its_tokens_have_equal_ad
     torch.testing.assert_close(*gradients)
 
 
-def test_future_kl_by_hand():
+def test_future_kl_weighs_each_token_by_the_log_ratios_behind_it():
     # Discounted sums .1 + .5 * .3, .4 - .5 * .2 and -.2; the second factor is cut at 1.3.
     logp = torch.tensor([[0.1, 9.0, 0.4, -0.2]], requires_grad=True)
     mask = torch.tensor([[1, 0, 1, 1]])
@@ -312,7 +312,7 @@ def test_future_kl_is_clipped_twice_as_strong_before_the_first_update():
     torch.testing.assert_close(loss, 2 * same)
 
 
-def test_cispo_by_hand():
+def test_cispo_clips_the_weight_and_not_the_gradient():
     # Ratios 1, e^7 and e^-2, the last two clipped to 1.2 and 0.8; the fourth token is masked.
     logp = torch.tensor([[-1.0, -2.0, -3.0, float("nan")]], requires_grad=True)
     old = torch.tensor([[-1.0, -9.0, -1.0, 0.0]])

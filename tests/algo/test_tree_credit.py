@@ -154,7 +154,7 @@ def test_values_that_describe_no_trees_are_refused_by_name(change, name):
     assert caught.value.name == name
 
 
-def test_nodes_of_a_batch_by_hand():
+def test_nodes_of_a_batch_are_its_shared_runs_of_tokens():
     # Rows 0 to 2 share two tokens; 0 and 1 share two more behind a tool's token (90), which is
     # masked. Row 3 is alone, row 4 failed, row 5 ends where row 0 is forked.
     token = torch.tensor(
@@ -191,7 +191,7 @@ def test_nodes_of_a_batch_by_hand():
     assert tree.root_B.tolist() == [0, 0, 0, 5, -1, 0]
 
 
-def test_tree_grpo_adds_both_comparisons_by_hand():
+def test_tree_grpo_adds_the_comparisons_in_the_tree_and_in_the_prompt():
     # Trees of two, one and one leaf; the mean of the prompt is 1/2.
     reward, root = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([3, 3, 1, 0])
     got = tree_grpo(reward, root, torch.zeros(4), norm_by_std=False)

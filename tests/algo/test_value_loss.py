@@ -25,7 +25,7 @@ from mega_agentrl.algo.value_loss import clipped_value_loss, explained_variance
         pytest.param(6.0, 3.0, 0.5 * 3.0**2, 3.0, 0.0, id="moved beyond the return"),
     ],
 )
-def test_one_value_by_hand(value, target, expected, gradient, clipfrac):
+def test_the_value_loss_is_the_larger_of_both_squares(value, target, expected, gradient, clipfrac):
     value_BT = torch.tensor([[value]], requires_grad=True)
     loss_BT, info = clipped_value_loss(
         value_BT, torch.tensor([[1.0]]), torch.tensor([[target]]), torch.ones(1, 1), clip=0.5
@@ -77,7 +77,7 @@ def test_half_precision_returns_float32():
     assert loss_BT.dtype == torch.float32
 
 
-def test_explained_variance_by_hand():
+def test_explained_variance_is_the_part_that_errors_leave():
     return_BT = torch.tensor([[0.0, 2.0, 4.0, 99.0]])
     mask_BT = torch.tensor([[1, 1, 1, 0]])
     # Var(R) = 8/3; errors of 1, 1, -2 around mean 0 have variance 2.
@@ -90,7 +90,7 @@ def test_explained_variance_by_hand():
 
 
 @pytest.mark.parametrize("mask", [[[0, 0]], [[1, 0]], [[1, 1]]])
-def test_constant_returns_give_nan(mask):
+def test_constant_returns_have_no_explained_variance(mask):
     got = explained_variance(
         torch.tensor([[1.0, 2.0]]), torch.full((1, 2), 0.1), torch.tensor(mask)
     )

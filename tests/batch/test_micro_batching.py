@@ -38,7 +38,7 @@ def test_longest_rows_are_assigned_first():
     assert plan == [[[0, 3]], [[1, 2]]]
 
 
-def test_tokens_and_cost_of_rows_by_hand():
+def test_tokens_of_a_shared_prefix_count_once_in_tokens_and_cost():
     # A prompt of 4 with branches of 2, 3 and 1, the last of them a fork of the second.
     inputs = trees([6, 7, 7], [0, 4, 6], pairs_per_token=10.0)
     assert inputs.num_tokens([0, 1, 2]) == 6 + 3 + 1
@@ -74,7 +74,9 @@ def test_one_tree_is_divided_over_two_ranks_where_that_is_faster():
     budget_tokens=st.integers(0, 100),
     num_multiple=st.integers(1, 4),
 )
-def test_every_row_once_within_budget(drawn, num_data, budget_tokens, num_multiple):
+def test_every_row_is_in_one_micro_batch_within_the_budget(
+    drawn, num_data, budget_tokens, num_multiple
+):
     rows = PackedRows.from_batch(make_tree_batch(drawn))
     inputs = trees(rows.input_length_R, rows.shared_input_length_R)
     budget_tokens += int(rows.input_length_R.max())
@@ -144,7 +146,7 @@ def masked(mask_BT, shared_lengths=None, trajectories=None):
     return SimpleNamespace(mask_BT=mask_BT, shared_length_B=shared_B, trajectory_B=trajectory_B)
 
 
-def test_five_rows_in_two_steps_by_hand():
+def test_rows_are_divided_over_steps_by_their_trained_tokens():
     mask_BT = torch.tensor([[1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
     first, second = minibatch_masks(masked(mask_BT), 2)
     assert first.tolist() == [[1, 0], [1, 1], [0, 0], [0, 0], [0, 0]]

@@ -56,7 +56,7 @@ def _tree(*rows):
     return RolloutTree(prompt=PROMPT, trajectories=list(rows))
 
 
-def test_two_trees_by_hand():
+def test_two_trees_become_the_rows_of_a_batch():
     first = _tree(
         _row("a", [1, 2, 3, 4], [1, 0, 1, 1], 1.0),
         _row("b", [1, 2, 9], [1, 0, 1], 0.5, parent="a", fork_len=2),

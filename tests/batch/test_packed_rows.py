@@ -32,7 +32,7 @@ def two_rows():
     return select_rows(make_batch(), [2, 1])
 
 
-def test_two_rows_by_hand():
+def test_two_rows_are_stored_one_behind_the_other():
     batch = two_rows()
     rows = PackedRows.from_batch(batch)
     assert rows.length_R.tolist() == [9, 13]

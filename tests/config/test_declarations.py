@@ -33,7 +33,7 @@ def loss(head=DECORATOR, arguments=ARGUMENTS):
     return f"{head}\ndef loss({arguments}):\n    pass\n"
 
 
-def test_options_of_a_function(own):
+def test_options_of_a_function_are_its_keyword_arguments(own):
     found = ESTIMATORS.find(
         own(
             "def advantage(inputs, algo, *, tau: Annotated[float | None, Range(above=0)] = 0.5,\n"

@@ -81,5 +81,5 @@ def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
     ],
     ids=["two_sentences", "abbreviation", "semicolon", "digit", "number"],
 )
-def test_the_first_sentence(text, sentence):
+def test_the_first_sentence_ends_at_a_stop_and_not_in_a_number_or_abbreviation(text, sentence):
     assert first_sentence(text) == sentence

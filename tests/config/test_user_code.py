@@ -16,7 +16,7 @@ def load(reference, **options):
     return load_user_object(str(reference), "a.key", "a number", **options)
 
 
-def test_a_file_and_what_lies_beside_it(tmp_path):
+def test_a_file_may_import_what_lies_beside_it(tmp_path):
     (tmp_path / "beside_it_mine.py").write_text("NUMBER = 3\n")
     file = tmp_path / "mine.py"
     file.write_text("from beside_it_mine import NUMBER\nother = 4\n")
@@ -38,7 +38,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path):
     assert [load(f"{tmp_path}/{number}/mine.py:value") for number in (1, 2)] == [1, 2]
 
 
-def test_a_module():
+def test_an_object_is_found_in_a_module_by_colon_dot_or_default():
     assert load("math:tau") == pytest.approx(6.283185307)
     assert load("math.tau") == load("math", default_name="tau") == load("math:tau")
 

@@ -132,7 +132,7 @@ def test_invalid_weights_are_refused(weights):
 
 
 @given(weights_of, requests, st.integers(0, 40), st.booleans())
-def test_resuming_with_weights_that_change(weights, counts, more, shuffle):
+def test_changed_weights_hold_from_the_next_epoch_on_after_a_resume(weights, counts, more, shuffle):
     """The order of the epoch that is under way is that of the weights it began with."""
 
     def made(scale):

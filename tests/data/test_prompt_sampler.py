@@ -327,7 +327,7 @@ def test_concurrent_threads_lose_no_prompt():
     assert all(len(set(state)) == 7 for state in states[-1:])
 
 
-def test_learnability_by_hand():
+def test_learnability_is_highest_at_half_solved_prompts():
     # f: 1 (not seen), 1 (1/2), .75 (1/4 or 3/4), .1 (never, always); the sum 3.6 becomes 6.
     accuracies = {1: 0.5, 2: 0.25, 3: 0.75, 4: 0.0, 5: 1.0}
     weights = learnability_weights([1.0] * 6, accuracies)

@@ -74,7 +74,7 @@ def test_a_missing_column_and_an_empty_table_are_refused(tmp_path):
     assert (caught.value.key, caught.value.got) == ("data.train", str(path))
 
 
-def test_json_lines_compressed_or_not(tmp_path):
+def test_json_lines_are_read_compressed_or_not(tmp_path):
     rows = [{"a": 1, "b": "x\u2028y"}, {"a": None, "c": [1]}]
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + b"\n\n"
     (tmp_path / "t.jsonl").write_bytes(lines)
@@ -122,7 +122,7 @@ def test_a_row_without_a_column_is_refused(tmp_path):
     assert caught.value.got == ["b"]
 
 
-def test_drop_nulls():
+def test_nulls_are_dropped_from_objects_at_any_depth():
     value = {"python": {"create_kwargs": None}, "search": None, "list": [{"x": None}, 1]}
     assert drop_nulls(value) == {"python": {}, "list": [{}, 1]}
 

@@ -135,7 +135,7 @@ def shape(tree):
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_rewards_of_harmless_pages(codec, end):
+def test_harmless_pages_leave_rewards_and_masks_as_they_are(codec, end):
     one = shape(run(codec, end, "harmless"))
     assert one["score"].value == pytest.approx(REWARDS[end])
     assert one["mask"] == [1, 0, 1, 0, 1]

@@ -154,7 +154,9 @@ async def started_pool(tmp_path, monkeypatch, **settings):
 
 
 @pytest.mark.parametrize("count", [NUM_KINDS, pytest.param(10_000, marks=pytest.mark.slow(60))])
-async def test_many_calls(count, tmp_path, monkeypatch):
+async def test_many_calls_are_answered_rightly_and_leave_nothing_behind(
+    count, tmp_path, monkeypatch
+):
     async with started_pool(tmp_path, monkeypatch, num_workers=WORKERS) as pool:
         assert not await call_all(pool, 40)
         warm = await at_rest()
@@ -167,7 +169,7 @@ async def test_many_calls(count, tmp_path, monkeypatch):
         assert pool.num_replaced == 0
 
 
-async def test_many_sessions(tmp_path, monkeypatch):
+async def test_many_sessions_leave_nothing_behind(tmp_path, monkeypatch):
     settings = {"num_workers": 2, "mode": PythonMode.stateful, "timeout_s": CALL_S}
     async with started_pool(tmp_path, monkeypatch, **settings) as pool:
         await trajectories(pool, 4)

@@ -40,7 +40,7 @@ def grow(tools, texts, *, reward=None, num_trajectories=1, **prompt):
     return tree
 
 
-def test_gsm8k_from_the_example_to_the_reward():
+def test_the_example_tool_of_gsm8k_decides_the_reward():
     tree = grow(
         load_user_tools(EXAMPLE),
         [

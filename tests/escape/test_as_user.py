@@ -74,7 +74,7 @@ def attack(launcher, mode, *codes, fork=False):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fork_bomb(launcher, mode, tmp_path, marker):
+def test_a_fork_bomb_is_stopped_by_a_launcher_that_is_not_root(launcher, mode, tmp_path, marker):
     tmp_path.chmod(0o777)
     free = as_user("/usr/bin/python3", "-c", with_values(CHILDREN, name=marker, bound=200, hold=1))
     with subprocess.Popen(free, stdout=subprocess.PIPE, cwd="/", text=True) as child:
@@ -104,13 +104,15 @@ def test_fork_bomb(launcher, mode, tmp_path, marker):
     ],
     ids=["stateful", "workspace"],
 )
-def test_fork(launcher, mode, codes, expected):
+def test_a_fork_answers_as_its_parent_under_a_launcher_that_is_not_root(
+    launcher, mode, codes, expected
+):
     results = attack(launcher, mode, *codes, fork=True)
     assert results[1:] == [["ok", expected]] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_mounts_and_signals(launcher, mode):
+def test_calls_mounts_and_signals_are_refused_under_a_launcher_that_is_not_root(launcher, mode):
     with subprocess.Popen(as_user("/bin/sleep", "600")) as victim:
         kill = with_values(KILL, pids=[victim.pid, os.getpid()])
         (_, calls), (_, mounts), (_, sent), last = attack(

@@ -129,7 +129,7 @@ async def most_processes(run):
     return task.result(), most
 
 
-async def test_many_children(target, tmp_path, marker):
+async def test_children_beyond_the_limit_are_refused_and_all_end(target, tmp_path, marker):
     bounded = with_values(CHILDREN, name=marker, bound=200, hold=True)
     with started(bounded, tmp_path) as child:
         assert child.stdout.readline() == "made 200\n"
@@ -146,7 +146,7 @@ async def test_many_children(target, tmp_path, marker):
 
 
 @every_target
-async def test_fork_bomb(target, tmp_path, marker):
+async def test_a_fork_bomb_is_bounded_and_ends(target, tmp_path, marker):
     bounded = with_values(FORK_BOMB, name=marker, bound=6)
     with started(bounded, tmp_path):
         await asyncio.to_thread(wait_until_running, marker, 2**6)
@@ -160,14 +160,14 @@ async def test_fork_bomb(target, tmp_path, marker):
     assert vanish(marker)
 
 
-async def test_many_threads(target, tmp_path):
+async def test_threads_beyond_the_limit_are_refused(target, tmp_path):
     code = with_values(THREADS, bound=400)
     assert outside(code, tmp_path) == "made 400"
     assert "made 400" not in (await target.attack(code)).output
 
 
 @every_target
-async def test_memory_of_one_process(target, tmp_path):
+async def test_the_memory_of_one_process_is_bounded(target, tmp_path):
     code = with_values(MEMORY, mib=300)
     assert outside(code, tmp_path) == "300"
     result = await target.attack(code)
@@ -190,7 +190,7 @@ def _controllers():
         return []
 
 
-async def test_memory_of_several_processes(target, tmp_path):
+async def test_the_memory_of_several_processes_is_bounded_together(target, tmp_path):
     if not can_limit_memory():
         pytest.skip("a machine whose cgroups we may not use: the limits are per process")
     code = with_values(MEMORY_TOGETHER, processes=12, mib=60, wait_s=60)
@@ -201,7 +201,7 @@ async def test_memory_of_several_processes(target, tmp_path):
 
 
 @pytest.mark.parametrize("fd", [1, pytest.param(2, marks=pytest.mark.extended)])
-async def test_output_without_end(target, tmp_path, fd):
+async def test_output_without_end_is_bounded(target, tmp_path, fd):
     code = with_values(OUTPUT, fd=fd)
     with started(code, tmp_path) as child:
         seen = 0
@@ -217,7 +217,7 @@ async def test_output_without_end(target, tmp_path, fd):
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
-async def test_loop_that_ignores_signals(target, tmp_path):
+async def test_a_loop_that_ignores_signals_ends_at_the_deadline(target, tmp_path):
     with started(STUBBORN, tmp_path) as child:
         assert child.stdout.readline() == "ready\n"
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -228,7 +228,7 @@ async def test_loop_that_ignores_signals(target, tmp_path):
     assert result.status.value == "timeout"
 
 
-async def test_loop_that_gives_nothing_back(target):
+async def test_a_loop_that_gives_nothing_back_ends_at_the_deadline(target):
     code = "import os\nos.close(1); os.close(2)\nwhile True: pass"
     assert (await target.attack(code, 0.5)).status.value == "timeout"
     held = "import time\nprint('x', flush=True)\n"

@@ -102,7 +102,7 @@ async def test_a_forged_message_harms_no_neighbour(target, kind):
 
 
 @interpreters_only
-async def test_a_flood_of_descriptors(target):
+async def test_a_flood_of_descriptors_harms_no_neighbour(target):
     """Each message carries some, and the frame never ends."""
     replaced = target.pool.num_replaced
     other = await neighbour(target)

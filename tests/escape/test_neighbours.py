@@ -241,7 +241,7 @@ FALSE_ENDS = {
 
 @interpreters_only
 @pytest.mark.parametrize("kind", parameters(FALSE_ENDS, quick={"a signal", "huge", "deep"}))
-async def test_a_false_end_of_a_call(target, kind):
+async def test_a_false_end_of_a_call_ends_the_liar_alone(target, kind):
     """The liar is ended; nothing is raised, and no sandbox is lost or left over."""
     replaced, sandboxes = target.pool.num_replaced, set(target.pool._sandboxes)
     code = CHANNEL + with_values("send(body)\ntime.sleep(600)", body=FALSE_ENDS[kind])
@@ -253,7 +253,7 @@ async def test_a_false_end_of_a_call(target, kind):
 
 
 @interpreters_only
-async def test_two_ends_of_a_call(target):
+async def test_a_second_end_of_a_call_is_no_answer_to_the_next(target):
     """The second, which comes with the first, is no answer to the next call."""
     end = json_body(event="done", id=1, code=0)
     frame = struct.pack(">I", len(end)) + end
@@ -295,7 +295,7 @@ async def refused(session):
 
 
 @pytest.mark.parametrize("kind", parameters(FALSE_REFUSALS, quick={"huge", "an end"}))
-async def test_a_false_refusal_of_a_fork(pool, kind):
+async def test_a_false_refusal_of_a_fork_costs_only_that_fork(pool, kind):
     replaced = pool.num_replaced
     attacker, other = await open_two(pool)
     assert (await other.run("x = 5; print(x)")).output == "5"

@@ -139,7 +139,7 @@ print('end')
 """
 
 
-async def test_no_settings_and_no_home_of_the_host(target, tmp_path):
+async def test_settings_and_homes_of_the_host_cannot_be_seen(target, tmp_path):
     wanted = (
         "/etc/passwd",
         "/etc/shadow",
@@ -154,7 +154,7 @@ async def test_no_settings_and_no_home_of_the_host(target, tmp_path):
     assert (await target.attack(code)).output == "end"
 
 
-async def test_no_descriptor_of_the_host(target, tmp_path):
+async def test_no_descriptor_of_the_host_is_open(target, tmp_path):
     code = (
         "import os\n"
         "for name in sorted(os.listdir('/proc/self/fd'), key=int):\n"

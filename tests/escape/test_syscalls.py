@@ -143,7 +143,7 @@ def held(request, stateless_pool, pool):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_refused(free, held, name):
+def test_system_calls_that_reach_out_of_the_sandbox_are_refused(free, held, name):
     if name in ROOT and os.getuid():
         pytest.skip("takes root outside too")
     if name not in free or free[name] in (ENOSYS, AFNOSUPPORT):
@@ -153,7 +153,7 @@ def test_refused(free, held, name):
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_allowed(free, held, name):
+def test_system_calls_that_programs_need_are_allowed(free, held, name):
     assert (free[name], held[name]) == (0, 0)
 
 
@@ -178,7 +178,7 @@ print(status, ctypes.get_errno())
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="two tables in one kernel")
-async def test_the_table_of_another_architecture(target, tmp_path):
+async def test_calls_by_the_table_of_another_architecture_are_refused(target, tmp_path):
     if outside(FOREIGN, tmp_path) != "pid True":
         pytest.skip("a kernel without 32-bit calls")
     result = await target.attack(FOREIGN)
@@ -186,7 +186,7 @@ async def test_the_table_of_another_architecture(target, tmp_path):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="two tables in one kernel")
-async def test_the_x32_table(target):
+async def test_calls_by_the_x32_table_are_refused(target):
     result = await target.attack(X32)
     assert result.output in (f"-1 {EPERM}", f"-1 {ENOSYS}") or "signal" in result.output
 

@@ -17,7 +17,7 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from tests.estimate.shapes import released
 
 
-def test_a_layer_of_qwen2_5_7b_by_hand():
+def test_a_layer_of_qwen2_5_7b_has_two_flops_a_weight():
     # 3584 wide, 28 + 4 heads of 128, MLP 18944: q, k, v, o and three MLP matrices.
     by_hand = 2 * (3584 * 3584 + 2 * 3584 * 512 + 3584 * 3584 + 3 * 3584 * 18944)
     assert layer_flops_per_token(released("qwen2.5-7b"), 0) == by_hand == 466_092_032

@@ -60,7 +60,7 @@ def check(vision_engine, folder, request):
     return got
 
 
-def test_logps_after_one_and_two_images_and_after_text_alone(vision_engine, folder):
+def test_log_probs_are_those_of_transformers_with_and_without_images(vision_engine, folder):
     one, two = load_image(folder, 1), load_image(folder, 2, 84, 84)
     requests = [
         image_request(folder, [TEXT]),

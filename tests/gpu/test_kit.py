@@ -76,7 +76,7 @@ def test_the_tests_of_this_folder_are_collected(site):
     output = run_pytest(site, "--collect-only", "-m", "gpu", "-rs", "tests/gpu")
     for name in (
         "test_bfloat16_actor.py::test_scores_are_those_of_transformers[qwen3_moe-nccl]",
-        "test_vocab_kernels.py::test_parity",
+        "test_vocab_kernels.py::test_each_kernel_gives_the_outputs_and_gradients_of_float64",
         "test_weight_transfer.py::test_the_bits_received_are_those_sent[ipc-bfloat16]",
         "test_weight_transfer.py::test_a_digest_is_the_same_on_both_devices",
     ):

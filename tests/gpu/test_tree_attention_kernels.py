@@ -27,7 +27,7 @@ def test_the_kernels_equal_the_gather_form(check):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_group_of_answers_to_one_prompt(head_dim):
+def test_a_group_of_answers_to_one_prompt_attends_as_separate_rows_do(head_dim):
     from mega_agentrl.actor.model.tree_attention import tree_attention
 
     place = torch.device("cuda"), torch.bfloat16, head_dim

@@ -16,7 +16,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("kernel", [VocabKernel.torch, VocabKernel.triton])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_parity(check, kernel):
+def test_each_kernel_gives_the_outputs_and_gradients_of_float64(check, kernel):
     check(Place(kernel, device="cuda"))
 
 

@@ -71,7 +71,7 @@ def test_the_largest_product_of_whole_numbers_is_exact():
     assert product(small, small).item() == 1023**2 * num_terms
 
 
-def test_rows_of_zeros_and_values_that_are_not_finite():
+def test_rows_of_zeros_give_zeros_and_values_that_are_not_finite_stay_so():
     right = torch.eye(3)
     left = torch.tensor([[0.0, 0, 0], [math.nan, 1, 0], [math.inf, 1, 0], [1, 2, 3]])
     got = product(left, right)

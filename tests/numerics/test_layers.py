@@ -41,7 +41,7 @@ def test_a_token_does_not_depend_on_the_others():
         assert torch.equal(alone, function(hidden))
 
 
-def test_rotation_by_hand():
+def test_rotation_turns_pairs_by_their_angles_and_scales_them():
     heads = torch.tensor([[[1.0, 10.0, 0.0, 0.0]]])
     got = layers.rotate(heads, torch.tensor([[math.pi / 2, math.pi]], dtype=torch.float64), 2.0)
     close(got, torch.tensor([[[0.0, -20.0, 2.0, 0.0]]]))

@@ -49,7 +49,7 @@ def test_an_entry_of_a_dictionary_has_no_default():
     ]
 
 
-def test_no_file_and_no_configuration(tmp_path):
+def test_a_missing_file_is_empty_and_one_without_a_configuration_is_refused(tmp_path):
     assert read_config(tmp_path / "none.yaml") == {}
     path = tmp_path / "config.yaml"
     path.write_text("- 1\n")

@@ -77,14 +77,14 @@ def test_a_line_without_an_end_is_read_in_pieces(tmp_path, monkeypatch):
     assert (len(log.lines), log.num_unreadable_lines) == (1, 10)
 
 
-def test_files(tmp_path):
+def test_a_missing_file_has_no_lines_and_others_are_read(tmp_path):
     assert read_metrics(tmp_path / "none.jsonl").lines == ()
     path = tmp_path / "metrics.jsonl"
     path.write_text("\n".join(LINES))
     assert read_metrics(path).series("rl", "a") == [(1, 1.0), (2, 2.0)]
 
 
-def test_running_mean_by_hand():
+def test_a_running_mean_is_over_the_last_values():
     assert running_mean([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
     assert running_mean([1.0, 3.0], 10) == [1.0, 2.0]
     assert running_mean([], 3) == []

@@ -58,7 +58,7 @@ def test_greedy_success_is_left_out_if_it_was_not_evaluated():
     assert "success, greedy" not in labels
 
 
-def test_printed_cells():
+def test_the_table_shows_both_sides_and_their_change():
     out = io.StringIO()
     print_eval_comparison(BEFORE, AFTER, Console(file=out, width=100, force_terminal=False))
     lines = out.getvalue().splitlines()

@@ -40,7 +40,7 @@ def bucket(index, *hops):
     return Bucket(index, 16, (tensor_slice,), tuple(Hop(*hop) for hop in hops))
 
 
-def test_routes_by_hand():
+def test_a_route_has_the_source_and_the_targets_of_a_rank():
     first = bucket(0, (0, 2), (2, 3), (2, 4))
     second = bucket(1, (1, 3), (1, 4))
     third = bucket(2, (0, 4), (4, 2))
@@ -232,7 +232,7 @@ def small_team(team, **options):
     return team(plan, trainer_layouts, rollout_layouts, **options)
 
 
-def test_sources_of_a_tensor(team):
+def test_sources_of_a_tensor_are_the_ranks_that_sent_its_buckets(team):
     group = small_team(team)
     sources = group.executors[2].sources_of("w")
     assert sorted(number for numbers in sources.values() for number in numbers) == list(range(8))

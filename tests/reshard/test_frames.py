@@ -66,7 +66,7 @@ def written(version=VERSION):
     return FrameCodec(PLAN, SOURCE).write(BUCKET, slot, shards, version), slot
 
 
-def test_every_byte_by_hand():
+def test_a_frame_has_a_header_and_its_slices_row_by_row():
     # 32 bytes of header, 8 of `w` and 8 up to the next multiple of 16, 12 of `v` and 4 more.
     assert num_frame_bytes(BUCKET) == HEADER_BYTES + 16 + 16 == 64
     frame, slot = written()

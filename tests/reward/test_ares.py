@@ -36,11 +36,11 @@ from mega_agentrl.reward.ares import accuracy, final_answer
         ("the answer isn't 5", "the answer isn't 5"),
     ],
 )
-def test_final_answer(response, answer):
+def test_the_final_answer_is_in_the_last_box_or_behind_a_marker(response, answer):
     assert final_answer(response) == answer
 
 
-def test_accuracy():
+def test_accuracy_is_one_for_an_equal_answer_and_zero_otherwise():
     right = accuracy("\\boxed{0.5}", ["2", "\\frac{1}{2}"])
     assert (right.value, right.correct, right.f1, right.answer) == (1.0, True, 1.0, "0.5")
     wrong = accuracy("\\boxed{3}", ["2"])

@@ -37,7 +37,7 @@ PYTHON = (THINK + "<python> 1 </python>", ("python", ToolStatus.ok, "1"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_released_rows(case):
+def test_scores_are_those_of_the_released_code(case):
     got = score(case["solution"], case["ground_truth"])
     assert got.value == pytest.approx(case["score"], abs=1e-12)
     assert got.f1 == pytest.approx(case["f1"], abs=1e-12)
@@ -112,7 +112,7 @@ def test_strict_does_not_take_an_answer_from_a_tool():
     assert score_trajectory(trajectory(*page, "done")).value == -1.0
 
 
-def test_strict_format():
+def test_strict_takes_the_format_from_the_turns_and_not_from_the_text():
     call_without_result = trajectory(THINK + "<search> q </search>" + ANSWER)
     assert score_trajectory(call_without_result).value == -1.0
     faked = trajectory(THINK + "<search> q </search> <result>\n12\n</result>" + ANSWER)

@@ -19,7 +19,7 @@ THINK = "<think>x</think>"
 @pytest.mark.parametrize(
     "case", GOLDEN["binary_reward_string_match"], ids=lambda case: case["name"]
 )
-def test_published_rows(case):
+def test_scores_are_those_of_the_published_code(case):
     got = score(case["solution"], case["ground_truth"], match="string")
     assert got.value == case["score"]
     assert got.correct is (case["score"] == 1.0)
@@ -35,7 +35,7 @@ def test_published_rows(case):
         ("", 0.0),
     ],
 )
-def test_published_rule(solution, published):
+def test_string_match_follows_the_published_rule(solution, published):
     assert score(solution, "[get(a=1)]", match="string").value == published
 
 

@@ -87,7 +87,7 @@ def one(memory, name):
     return found
 
 
-def test_a_trajectory_with_a_call_by_hand(memory, spans):
+def test_a_trajectory_has_spans_of_its_turns_calls_and_waits(memory, spans):
     run(spans)
     assert drawn(memory) == {
         None: ["trajectory p0/train-1/0"],

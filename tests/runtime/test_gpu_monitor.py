@@ -72,7 +72,7 @@ def test_close_kills_all_samplers(cluster):
     [[], [{"Alive": True, "Resources": {"CPU": 2.0}}], [{"Alive": False, "Resources": {}}]],
     ids=["no node", "no GPU", "lost node"],
 )
-def test_no_samplers_without_gpus(monkeypatch, nodes):
+def test_without_gpus_no_sampler_is_started(monkeypatch, nodes):
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     assert ClusterGpuMonitor.launch() is None
 

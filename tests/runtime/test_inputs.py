@@ -32,7 +32,7 @@ def refusal(config):
     return str(caught.value)
 
 
-def test_total_steps_from_epochs(config):
+def test_epochs_are_turned_into_steps(config):
     config.data.prompts_per_step, config.total_epochs = 7, 3
     before = deepcopy(config)
     given = read_inputs(config)
@@ -42,7 +42,7 @@ def test_total_steps_from_epochs(config):
     assert read_inputs(config).total_steps == 5
 
 
-def test_weights_count_in_epochs(config, assets, tmp_path):
+def test_an_epoch_has_each_prompt_as_often_as_it_weighs(config, assets, tmp_path):
     """200 prompts once and 30 twice an epoch are 260."""
     again = tmp_path / "more.parquet"
     table = pd.read_parquet(assets / "dev.parquet")
@@ -55,7 +55,7 @@ def test_weights_count_in_epochs(config, assets, tmp_path):
     assert (len(given.prompts), sum(given.prompt_weights)) == (230, 260.0)
 
 
-def test_no_demonstrations_without_sft_steps(config, warm_start):
+def test_without_sft_steps_no_demonstrations_are_read(config, warm_start):
     config.sft = replace(warm_start, max_steps=0)
     given = read_inputs(config)
     assert given.demonstrations is None

@@ -121,7 +121,7 @@ def test_a_launcher_of_another_pid_namespace_leaves_the_group(group):
     assert Path(group.procs_files[0]).exists()
 
 
-def test_version_2_is_preferred(monkeypatch, tmp_path):
+def test_version_2_of_control_groups_is_preferred(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path)
     (tmp_path / "cgroup.controllers").write_text("memory pids", encoding="ascii")
     real_mkdir = Path.mkdir
@@ -142,7 +142,7 @@ def test_version_2_is_preferred(monkeypatch, tmp_path):
     assert made.num_oom_kills == 3
 
 
-def test_none_where_nothing_can_be_written(monkeypatch, tmp_path):
+def test_where_nothing_can_be_written_there_is_no_group(monkeypatch, tmp_path):
     monkeypatch.setattr(cgroup, "_ROOT", tmp_path / "none")
     made = create_cgroup(memory_mib=3, num_processes=9)
     assert made.procs_files == []

@@ -49,7 +49,7 @@ def starting(code):
 
 
 @both_isolations
-async def test_pipes_environment_and_exit_code(isolation):
+async def test_pipes_environment_and_exit_code_are_those_of_the_command(isolation):
     script = 'read line; echo "got $line in $PLACE"; echo note >&2; exit 3'
     options = {"isolation": isolation, "environment": {"PLACE": "here"}}
     async with running("sh", "-c", script, **options) as process:

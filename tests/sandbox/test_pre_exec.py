@@ -28,7 +28,7 @@ def test_without_a_user_it_only_runs_the_command():
     assert (done.returncode, done.stdout) == (0, "/usr {} {1x}\n")
 
 
-def test_joins_the_groups_first(tmp_path):
+def test_the_process_joins_its_groups_before_it_runs(tmp_path):
     procs_file = tmp_path / "procs"
     done = run(cgroups=[str(procs_file)], command=["/bin/sh", "-c", "echo $$"])
     assert procs_file.read_text(encoding="ascii") == done.stdout.strip()

@@ -9,7 +9,7 @@ import pytest
 from mega_agentrl.sandbox.process import kill_child, run_command, start_child
 
 
-def test_environment_is_empty(monkeypatch):
+def test_a_child_has_an_empty_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "1")
     child = start_child(["/usr/bin/env"], stdout=subprocess.PIPE)
     out, _ = child.communicate(timeout=60)

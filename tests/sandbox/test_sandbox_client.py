@@ -21,7 +21,7 @@ def sandbox():
     box.close()
 
 
-def test_cancelled_during_the_call(sandbox):
+def test_a_call_that_is_cancelled_ends_and_the_sandbox_works_on(sandbox):
     cancel_token = CancelToken()
     code, name = named("import time; time.sleep(600)")
 
@@ -35,7 +35,7 @@ def test_cancelled_during_the_call(sandbox):
     assert sandbox.call("import time; time.sleep(0.1); print(1)", 60).output == "1"
 
 
-def test_cancelled_before_the_call(sandbox):
+def test_a_call_that_was_cancelled_before_does_not_run(sandbox):
     cancel_token = CancelToken()
     cancel_token.cancel()
     with pytest.raises(RequestRefusedError):

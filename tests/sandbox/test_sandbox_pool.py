@@ -48,7 +48,7 @@ async def is_healthy(pool):
     ],
     ids=["output", "letters", "error", "exit code", "exit text"],
 )
-async def test_statuses_and_outputs(pool, code, status, output):
+async def test_each_end_of_a_call_has_its_status_and_output(pool, code, status, output):
     result = await pool.run(code)
     assert (result.status, result.output) == (status, output)
 
@@ -77,7 +77,7 @@ async def test_cpu_time_is_limited():
     assert "CPU time" in result.output
 
 
-async def test_without_isolation_it_warns_and_works(caplog, tmp_path):
+async def test_a_pool_without_isolation_warns_and_works(caplog, tmp_path):
     target = tmp_path / "written"
     async with running_pool(isolation=SandboxIsolation.none) as pool:
         await pool.run(f"open({str(target)!r}, 'w').close()")
@@ -87,7 +87,7 @@ async def test_without_isolation_it_warns_and_works(caplog, tmp_path):
     assert caplog.text.count("WITHOUT ANY ISOLATION") == 1
 
 
-async def test_sessions_without_isolation():
+async def test_sessions_without_isolation_keep_and_fork_their_state():
     async with running_pool(mode=PythonMode.stateful, isolation=SandboxIsolation.none) as pool:
         session = await pool.open()
         await session.run("x = [1]; open('f', 'w').write('a')")
@@ -109,7 +109,7 @@ async def test_sessions_without_isolation():
     ],
     ids=["loop", "fork"],
 )
-async def test_deadline(pool, code):
+async def test_a_call_ends_at_its_deadline(pool, code):
     result = await pool.run(code, 0.25)
     assert result.status is ToolStatus.timeout
     assert result.output == "Timed out after 0.25 s."
@@ -268,6 +268,6 @@ def test_sandboxes_die_with_their_owner():
     assert not wait_until_gone([int(pid)])
 
 
-async def test_many_concurrent_calls(pool):
+async def test_many_concurrent_calls_get_their_own_answers(pool):
     results = await asyncio.gather(*(pool.run(f"print({i} * {i})") for i in range(30)))
     assert [result.output for result in results] == [str(i * i) for i in range(30)]

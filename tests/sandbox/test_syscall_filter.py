@@ -55,7 +55,7 @@ async def test_every_denied_call_is_not_permitted(pool):
     assert {name: code for name, code in wrong.items() if code != "EPERM"} == {}
 
 
-async def test_arguments_decide(pool):
+async def test_arguments_decide_which_calls_are_permitted(pool):
     null = [0] * 5
     table = [
         ("clone", [NEW_USER | CHILD, *null], errno.EPERM),

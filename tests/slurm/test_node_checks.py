@@ -100,7 +100,9 @@ def test_full_disk_names_the_folder(tmp_path, monkeypatch):
         (-1, -1, 0, OK),
     ],
 )
-def test_limits_on_open_files_and_locked_memory(monkeypatch, files, locked, devices, state):
+def test_low_limits_on_open_files_and_locked_memory_are_named(
+    monkeypatch, files, locked, devices, state
+):
     values = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: locked}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (values[kind], values[kind]))
     found = node_checks.check_limits(devices)

@@ -128,7 +128,7 @@ def load(tmp_path):
     return load
 
 
-async def test_classes_functions_and_renamed_tools(load):
+async def test_classes_and_functions_become_tools_and_may_be_renamed(load):
     tools = load("""
 - class_name: mine.py:Notes
   config: {prefix: "a:"}
@@ -308,6 +308,6 @@ def test_a_schema_that_cannot_be_used_is_refused_with_file_and_entry(load, entry
     assert caught.value.name.endswith("tools.yaml, entry 1, tool_schema")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     error = refused(load_user_tools, tmp_path / "no.yaml")
     assert (error.key, error.got) == ("tool.user_tools_file", tmp_path / "no.yaml")

@@ -25,7 +25,7 @@ def game():
     )
 
 
-def test_values_by_hand():
+def test_values_and_probabilities_of_a_game_are_those_worked_out_by_hand():
     even = np.full((1, 2), 0.5)
     game = Game(
         "two turns",

@@ -29,7 +29,7 @@ from tools.measurement import PeakMemory, bench_line, select_cases
 pytestmark = pytest.mark.extended
 
 
-def test_the_tokens_of_the_trees_by_hand():
+def test_the_trees_have_the_tokens_worked_out_by_hand():
     # The last token of a row is not an input.
     for name, flat, unique in (
         ("group", 16 * 2559, 2048 + 16 * 511),
@@ -132,7 +132,7 @@ def steps(rollout_s, update_s, stale):
     ]
 
 
-def test_async_lines_by_hand():
+def test_async_lines_compare_times_and_waiting():
     lines = {
         line["case"]: (line["ours"], line["baseline"])
         for line in bench_async.compare(steps(1.0, 3.0, 1), steps(3.0, 3.0, 0))

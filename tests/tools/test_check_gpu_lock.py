@@ -54,7 +54,7 @@ def test_requirements_of_requested_extras_are_followed():
     assert find_conflicts(without, ["vllm", "mistral-common"], "3.11") == [conflict]
 
 
-def test_requirements_of_the_project_and_versions_of_python():
+def test_the_project_and_the_version_of_python_count_as_requirements():
     packages = pinned(numpy=Package(version="2.3.5", requires_python=">=3.12"))
     assert find_conflicts(packages, ["numpy==2.4.0"], "3.11") == [
         "numpy 2.3.5 needs Python >=3.12",

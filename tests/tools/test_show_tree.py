@@ -34,7 +34,7 @@ def test_one_prompt_is_chosen_by_its_id(tmp_path, capsys):
     assert "set/0, set/1, set/2" in capsys.readouterr().err
 
 
-def test_entropies_by_offset(file, capsys):
+def test_entropies_are_shown_by_offset(file, capsys):
     assert show_tree.main([str(file), "--entropy"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.startswith("offset") and len(rows) == 51

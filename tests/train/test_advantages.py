@@ -99,7 +99,7 @@ def advantages(given_batch, algo, kl_coef=None, cot_marker_ids=((OPEN,), (CLOSE,
         ("appo", [[0.5, 0.75], [-0.5, -0.75], [1.5, 1.5], [-1.5, 0]]),
     ],
 )
-def test_advantages_by_hand(name, expected):
+def test_each_estimator_has_the_advantages_worked_out_by_hand(name, expected):
     options = {} if name in ("rloo", "remax") else NOT_BY_STD
     algo = AlgoConfig(advantage=name, advantage_options=options)
     advantage_BT, metrics = advantages(batch(), algo)
@@ -112,7 +112,7 @@ def test_advantages_by_hand(name, expected):
     }
 
 
-def test_reinforce_plus_plus_by_hand():
+def test_reinforce_plus_plus_whitens_returns_with_and_without_a_baseline():
     """Returns 1 1, 0 0, 3 3, 1: mean 9/7, squares 21 - 81/7 = 66/7 over 6."""
     got_BT, _ = advantages(batch(), AlgoConfig(advantage="reinforce_plus_plus"))
     std = math.sqrt(66 / 7 / 6)
@@ -255,7 +255,7 @@ def test_each_token_s_kl_in_the_reward_has_the_weight_of_ares():
     assert filled.advantage_BT[:2].tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_kl_in_the_reward_of_each_token():
+def test_kl_in_the_reward_is_taken_off_each_token():
     """Returns with 2 * KL off each token: row 0 has 1 - .6 and 1 - .4, row 3 has 1."""
     gap_BT = torch.tensor([[0.1, 0.2], [0, 0], [0, 0], [0, 9.0]])
     scored = batch(old_logp_BT=gap_BT, ref_logp_BT=torch.zeros(4, 2))
@@ -383,7 +383,7 @@ def test_aepo_scales_by_the_entropy_of_the_token_last():
     assert metrics["aepo/sign_flip_fraction"] == pytest.approx(4 / 7)
 
 
-def test_corrections_by_hand():
+def test_corrections_weigh_tokens_by_their_ratios():
     """Ratios e^1, e^-1, 1, 1 | e^3 in row 2; a mask on row 3 hides infinity."""
     gap_BT = torch.tensor([[1.0, -1.0], [0, 0], [3.0, 0], [0, torch.inf]])
     scored = batch(old_logp_BT=gap_BT)
@@ -453,7 +453,7 @@ def test_remax_takes_the_others_mean_where_the_greedy_answer_failed():
     assert_close(found_BT, torch.tensor([[1.0, 1.0], [-1.0, -1.0], [-1.0, -1.0], [-3.0, 0.0]]))
 
 
-def test_gae_by_hand():
+def test_gae_gives_the_advantages_worked_out_by_hand():
     algo = AlgoConfig(advantage="gae", advantage_options=NOT_BY_STD | {"gamma": 0.5, "lam": 0.5})
     filled, _ = add_advantages(batch(), algo, kl_coef=0.0, cot_marker_ids=None)
     # Row 0: errors 0.5 * 0.25 - 0.5 = -0.375 and 1 - 0.25 = 0.75, of which a quarter goes back.
@@ -484,7 +484,7 @@ def test_gae_with_kl_in_the_reward_and_no_discount_is_the_return_less_the_value(
     assert_close(filled.advantage_BT[on_BT], (returns_BT - given.value_BT)[on_BT])
 
 
-def test_traits_of_the_estimators():
+def test_estimators_declare_what_they_need():
     traits = {name: AlgoConfig(advantage=name).estimator for name in ESTIMATORS.registered()}
     assert {name for name, one in traits.items() if one.needs_critic} == {"gae"}
     assert {name for name, one in traits.items() if one.needs_greedy_baseline} == {"remax"}

@@ -29,7 +29,7 @@ def tree(name, source, *rewards, extra_info=None):
     return made
 
 
-def test_means_by_hand():
+def test_means_and_errors_are_those_over_questions():
     trees = [tree("a", "easy", 1.0, 0.0), tree("b", "hard", 0.0, 0.0)]
     result = compute_eval_result(trees, num_samples=2)
     assert result.reward == result.success == 0.25
@@ -146,7 +146,7 @@ def test_validation_takes_the_first_questions_and_never_branches(components, con
     assert "greedy/success/fake" in metrics
 
 
-def test_all_questions_with_zero(components, config):
+def test_zero_questions_means_all_of_them(components, config):
     assert evaluate_validation_set(components, config).sampled.num_questions == 6
 
 

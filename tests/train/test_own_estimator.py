@@ -137,7 +137,7 @@ def test_inputs_that_an_own_estimator_needs_are_required(registered, small_batch
     assert "registered.py" in caught.value.expected
 
 
-def test_the_example():
+def test_the_example_compares_rewards_with_their_median():
     """Rewards 1, 0 | 3, 1 are half a point and one from their medians; entropies .25."""
     given = batch(entropy_BT=torch.full((4, 2), 0.25))
     got_BT, _ = advantages(given, AlgoConfig(advantage=str(EXAMPLE)))

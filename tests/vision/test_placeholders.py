@@ -29,7 +29,7 @@ def make_image(rows=1, columns=1, name="a"):
     )
 
 
-def test_expansion_by_hand():
+def test_each_image_gets_as_many_placeholders_as_features():
     images = [make_image(1, 2), make_image(2, 2)]
     ids = expand_placeholders([1, PAD, 2, PAD], images, PAD)
     assert ids == [1, PAD, PAD, 2, PAD, PAD, PAD, PAD]

@@ -27,7 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_vision_model(name, root / name) for name in VISION_FAMILIES}
 
 
-def test_positions_by_hand() -> None:
+def test_an_image_has_positions_along_rows_and_columns() -> None:
     """Two text tokens, an image of 1 x 2 features, two text tokens."""
     processor = _processor_like(rows=2, columns=4)
     positions = rotary_positions(6, [PlacedImage(start=2, image=processor)])

@@ -28,7 +28,7 @@ def square(length):
     return AttentionSegment(query_start=0, num_queries=length, key_runs=((0, length),))
 
 
-def test_varlen_plan_by_hand():
+def test_a_context_rank_sees_the_keys_before_its_quarters_of_each_row():
     plan = make_varlen_plan((0, 4, 12), single_branches((0, 4, 12)), 1, 2, CPU)
     # Quarters 1 and 2 of the rows see the first 2, 3, 4 and 6 tokens of theirs.
     assert plan.cu_seqlens_q.tolist() == [0, 1, 2, 4, 6]
@@ -40,7 +40,7 @@ def test_varlen_plan_by_hand():
     assert plan.key_index_K.tolist() == order[tokens].tolist()
 
 
-def test_a_fork_by_hand():
+def test_a_fork_sees_its_own_keys_and_those_before_it():
     # Three tokens, of which a branch of two leaves the last; the second tree is one token.
     branches = (
         Branch(start=0, stop=3, path=()),

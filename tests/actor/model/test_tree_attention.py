@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def test_ends_of_subtrees_by_hand():
+def test_a_subtree_ends_behind_its_last_descendant():
     branches = (
         Branch(start=0, stop=4, path=()),  # 0 1 2 3
         Branch(start=4, stop=6, path=((0, 2),)),  # 0 1 4 5
@@ -111,7 +111,7 @@ CASES = {
         pytest.param("bfloat16", marks=pytest.mark.slow(12)),
     ],
 )
-def test_kernels_in_the_interpreter(case):
+def test_the_kernels_pass_their_checks_in_the_interpreter(case):
     dtype, checks = CASES[case]
     script = "tests/actor/model/tree_attention_cases.py"
     command = [sys.executable, "-W", "ignore", script, dtype, *checks]

@@ -133,7 +133,9 @@ def test_log_probs_and_gradients_are_those_of_transformers(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("family", VISION_FAMILIES)
-def test_a_tied_embedding_of_two_stages(rank_pool, tmp_path, family):
+def test_a_tied_embedding_on_two_stages_gives_the_results_of_transformers(
+    rank_pool, tmp_path, family
+):
     folder = make_vision_model(family, tmp_path, tied=True)
     batch, network = make_vision_batch(folder), load_vision_model(folder)
     logp_BT = score_rows(network, folder, batch)

@@ -15,7 +15,7 @@ from mega_agentrl.actor.parallel.context_parallel import (
 from tests.actor.gloo_ranks import run_ranks
 
 
-def test_two_ranks_by_hand():
+def test_each_of_two_ranks_has_the_first_and_last_or_the_middle_quarters():
     # Trees of 4 and 8 in quarters: rank 0 has the outer two, rank 1 the inner two.
     start_G = (0, 4, 12)
     assert rank_token_indices(start_G, 0, 2).tolist() == [0, 3, 4, 5, 10, 11]

@@ -237,7 +237,7 @@ def term(loss, correction_RT=None):
         ("cispo", [[2.6, 4, 0], [-2.4, -2.4, -2]], [[-2.6, -2, 0], [0.8, 0.8, 1]]),
     ],
 )
-def test_losses_by_hand(loss, value, gradient):
+def test_each_term_has_the_loss_and_gradient_worked_out_by_hand(loss, value, gradient):
     loss_RT, _, gradient_RT = term(loss)
     torch.testing.assert_close(loss_RT, torch.tensor(value, dtype=torch.float32))
     torch.testing.assert_close(gradient_RT, torch.tensor(gradient, dtype=torch.float32))

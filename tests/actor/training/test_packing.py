@@ -11,7 +11,7 @@ from tests.rank_shards import pack_rows
 CPU = torch.device("cpu")
 
 
-def test_two_rows_by_hand(batch):
+def test_two_rows_are_packed_one_behind_the_other(batch):
     # Row 1: prompt of 1 and response of 12; row 2: prompt of 8 and response of 1.
     select_BT = torch.zeros_like(batch.mask_BT)
     select_BT[1, [0, 11]] = True

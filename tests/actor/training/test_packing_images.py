@@ -42,7 +42,7 @@ def by_hand():
     return batch.with_fields(images_B=(placed((SQUARE, 1), (STRIPE, 6)), placed((STRIPE, 1))))
 
 
-def test_two_rows_by_hand():
+def test_rows_with_images_have_positions_along_three_axes():
     batch = by_hand()
     micro = pack_rows(batch, [0, 1], batch.mask_BT, CPU, has_images=True)
     assert micro.token_S.tolist() == [1, PAD, PAD, PAD, PAD, 2, PAD, PAD, 3, 1, PAD, PAD, 5, 6]

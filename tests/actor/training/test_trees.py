@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-5
 
 
-def test_a_fork_by_hand():
+def test_a_fork_is_packed_behind_its_parent_without_the_shared_tokens():
     # A prompt of 2, a response of 3, and a fork of its first token with 2 more.
     tree = TreeShape(prompt_length=2, rows=((None, 0, 3), (0, 1, 2)))
     batch = make_tree_batch((tree,))

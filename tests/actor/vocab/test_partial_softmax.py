@@ -29,7 +29,7 @@ def stats(logits, target):
     return torch.tensor(values, dtype=torch.float64)[:, None]
 
 
-def test_merging_of_two_parts_by_hand():
+def test_two_merged_parts_have_the_softmax_of_the_whole():
     # Logits ln 1 | ln 3: probabilities 1/4 and 3/4, entropy ln 4 - 3/4 ln 3.
     whole = merge_stats(torch.stack([stats([0.0], None), stats([math.log(3)], 0)]))
     assert whole[MAX].item() == pytest.approx(math.log(3))
@@ -63,7 +63,7 @@ def gradient(logits, target, grad_logp, grad_entropy, valid=VALID):
     return found, found.target_coef_N * here - x.exp() * pull
 
 
-def test_the_gradient_of_each_output_by_hand():
+def test_each_output_has_the_gradient_worked_out_by_hand():
     # p = 1/4, 3/4: d logp_1 = (-1/4, 1/4); dH_j = -p_j (ln p_j + H).
     logits = [0.0, math.log(3)]
     found, grad = gradient(logits, 1, torch.tensor([1.0]), None)

@@ -34,7 +34,7 @@ def whole(num_valid, scratch_bytes=100, **fields):
     )
 
 
-def test_two_tensor_ranks(rank_pool):
+def test_two_tensor_ranks_pass_all_checks(rank_pool):
     first, second = rank_pool.run(run_checks, 2, "torch", list(RANK_CHECKS))
     assert first == second == list(RANK_CHECKS)
 
@@ -46,7 +46,7 @@ def test_two_tensor_ranks(rank_pool):
         pytest.param("all", marks=pytest.mark.slow(10)),
     ],
 )
-def test_two_tensor_ranks_with_triton(scope):
+def test_two_tensor_ranks_pass_all_checks_with_triton(scope):
     """The interpreter is chosen before the kernels are imported: in a process of its own."""
     script = str(ROOT / "tests/actor/vocab/vocab_rank.py")
     checks = ["check_exchanges"] if scope == "exchanges" else list(RANK_CHECKS)
@@ -58,7 +58,7 @@ def test_two_tensor_ranks_with_triton(scope):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_two_tokens_by_hand():
+def test_log_probs_and_entropies_of_two_tokens_are_those_worked_out_by_hand():
     # Logits ln 1, ln 3: probabilities 1/4, 3/4; at temperature 0.5 1/10, 9/10.
     hidden = torch.tensor([[1.0], [1.0]])
     weight = torch.tensor([1.0, 3.0]).log()[:, None]
@@ -72,7 +72,7 @@ def test_two_tokens_by_hand():
 
 
 @pytest.mark.parametrize("scratch_bytes", [None, 200, 1])
-def test_gradients_of_both_outputs_in_float64(scratch_bytes):
+def test_gradients_of_both_outputs_are_their_slopes_in_float64(scratch_bytes):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     weight = torch.randn(6, 3, dtype=torch.float64, generator=generator, requires_grad=True)

@@ -39,7 +39,7 @@ def passes(**algo):
         check_algo(TrainConfig(algo=AlgoConfig(**algo)))
 
 
-def test_the_defaults_pass():
+def test_the_defaults_pass_with_every_loss_and_estimator():
     passes()
     for loss in LOSSES.registered():
         passes(loss=loss)

@@ -375,7 +375,7 @@ def test_roots_fit_into_the_group(config):
         ("max_staleness", 1),
     ],
 )
-def test_settings_that_released_branching_does_not_support(config, key, value):
+def test_settings_that_released_branching_does_not_support_are_refused(config, key, value):
     config.rollout.branching = Branching.released
     check_config(config)
     *section, name = key.split(".")
@@ -383,7 +383,7 @@ def test_settings_that_released_branching_does_not_support(config, key, value):
     assert named(config) == (f"rollout.{key}", value)
 
 
-def test_turns_as_separate_sequences(config):
+def test_turns_as_separate_sequences_must_fit_a_micro_batch_each(config):
     config.rollout.use_inference_chat_template = True
     check_config(config)
     config.optim.micro_batch_tokens = config.engine.max_model_len

@@ -15,7 +15,7 @@ from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig, EgpoConfig
 from tests.config.presets import PRESETS, preset
 
 
-def test_which_objectives_need_a_reference():
+def test_objectives_with_a_kl_need_a_reference():
     assert not AlgoConfig().needs_reference
     assert AlgoConfig(kl_coef=1e-3).needs_reference
     assert AlgoConfig(kl_coef=1e-3, kl_placement=KlPlacement.reward).needs_reference

@@ -30,7 +30,7 @@ def test_a_list_of_files_survives_the_schema():
         ("file:///d/a.parquet@2", [("file:///d/a.parquet", 2.0)]),
     ],
 )
-def test_values_parsed_by_hydra(text, expected):
+def test_values_parsed_by_hydra_become_files_with_weights(text, expected):
     override = OverridesParser.create().parse_override(f"data.train={text}")
     assert parse_data_files(override.value(), "k") == tuple(DataFile(*one) for one in expected)
 
@@ -45,7 +45,7 @@ def test_values_parsed_by_hydra(text, expected):
         ("file+s3://b/a.parquet", True, None),
     ],
 )
-def test_remote_files_and_local_paths(path, needs_copy, local_path):
+def test_remote_files_are_copied_and_local_paths_are_not(path, needs_copy, local_path):
     (file,) = parse_data_files(path, "k")
     assert (file.needs_copy, file.local_path) == (needs_copy, local_path)
 

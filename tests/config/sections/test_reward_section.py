@@ -23,7 +23,7 @@ def test_an_invalid_rubric_is_refused(changes, key):
     assert refused(RewardConfig, **changes).key == key
 
 
-def test_part_names():
+def test_part_names_are_those_of_all_rubrics_once():
     config = RewardConfig(
         rubric={"default": {"arpo": 1.0, "gsm8k": 0.5}, "bfcl": {"function_call": 1, "arpo": 0.1}}
     )

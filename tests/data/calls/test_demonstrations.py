@@ -24,7 +24,7 @@ def requests() -> list[Request]:
     return make_requests(Split.dev, inventories[Split.dev].entities, num_requests=90, seed=0)
 
 
-def test_answers_by_hand():
+def test_a_right_answer_reads_the_catalogue_and_a_guess_does_not():
     calls = (Call(BAKO, 7), Call(DUMI, True))
     request = Request(
         RequestKind.parallel, "Call ...", (DUMI, BAKO), requested=(BAKO, DUMI), calls=calls

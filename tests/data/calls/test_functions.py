@@ -17,7 +17,7 @@ from mega_agentrl.data.calls.functions import (
 BAKO = Function("Bako", ParameterType.string)
 
 
-def test_a_schema_and_a_call_by_hand():
+def test_a_function_has_a_schema_and_a_call_with_its_value():
     assert BAKO.schema == {
         "type": "function",
         "function": {

@@ -192,7 +192,7 @@ def test_irrelevance_wants_no_call_and_relevance_cannot_be_checked():
     assert sum(converted.notes.values()) == 1
 
 
-def test_rows_as_json_text_in_one_file_and_a_plain_question():
+def test_rows_may_be_json_text_in_one_file_and_questions_plain_text():
     row = {key: json.dumps(value) for key, value in {**SIMPLE, **SIMPLE_ANSWER}.items()}
     row["id"] = "simple_0"
     plain = {"question": "Area?", "function": AREA, "ground_truth": ["calculate_triangle_area(10)"]}
@@ -349,13 +349,13 @@ def test_values_below_the_members_of_an_object_are_compared_as_they_are():
     ]
 
 
-def test_empty_lists_and_functions_without_arguments():
+def test_empty_lists_and_functions_without_arguments_are_kept():
     assert calls([{"f": {"a": [[]]}}]) == [{"name": "f", "arguments": {"a": []}}]
     assert calls([{"f": {}}]) == [{"name": "f", "arguments": {}}]
     assert expected_calls([], [], ROW) == "[]"
 
 
-def test_python_calls():
+def test_python_calls_become_calls_with_named_arguments():
     described = [{"name": "calc", "parameters": {"properties": {"n": {}, "k": {}}}}]
     assert calls(["calc(20, k=5)", "done()"], described) == [
         {"name": "calc", "arguments": {"n": 20, "k": 5}},

@@ -32,7 +32,7 @@ CALL = {"name": "get", "arguments": {"a": 1, "b": "x"}}
         },
     ],
 )
-def test_json_forms(value):
+def test_every_json_form_of_a_call_is_the_same_call(value):
     assert parse_json_call(value, ROW, "answers") == CALL
 
 

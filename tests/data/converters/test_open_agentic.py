@@ -66,7 +66,7 @@ def test_every_answer_with_calls_is_a_row_with_what_went_before():
     assert score("</think>[weather(city='Rome')]", truth).value == 0.0
 
 
-def test_sharegpt_messages_and_json_text():
+def test_messages_may_be_those_of_sharegpt_as_json_text():
     row = {"conversations": json.dumps(sharegpt()), "tools": json.dumps(TOOLS)}
     (made,) = convert(row).rows
     assert made["reward_model"]["ground_truth"] == CALL

@@ -79,7 +79,7 @@ def test_gsm8k_gives_its_tool_the_answer():
 @pytest.mark.parametrize(
     ("end", "number"), [("#### 1,080", "1080"), ("#### -3", "-3"), ("#### $2.50\n", "2.50")]
 )
-def test_gsm8k_numbers(end, number):
+def test_numbers_of_gsm8k_lose_separators_and_currency(end, number):
     (row,) = convert_gsm8k(rows({**GSM8K, "answer": f"So.\n{end}"}), "gsm8k").rows
     assert row["reward_model"]["ground_truth"] == number
 

@@ -38,7 +38,7 @@ def texts(messages, role):
     return [message["content"] for message in messages if message["role"] == role]
 
 
-def test_a_game_by_hand():
+def test_a_demonstration_asks_for_both_values_and_orders():
     messages = make_demonstration(ORDER, [False, False], random.Random(0))
     assert texts(messages, "user") == [
         "Customer 47 here.",

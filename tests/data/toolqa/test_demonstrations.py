@@ -41,7 +41,7 @@ def response(messages) -> str:
     return "".join(message["content"] for message in messages[1:])
 
 
-def test_a_demonstration_with_tools_by_hand():
+def test_a_demonstration_with_tools_looks_up_computes_and_answers():
     assert make_tool_demonstration(BOTH) == [
         {"role": "user", "content": "What is the price of Bako times 37?"},
         {

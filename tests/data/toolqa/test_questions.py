@@ -65,7 +65,7 @@ def test_answers_follow_from_the_calls():
             assert question.text.endswith(f" times {right}?")
 
 
-def test_a_worked_example_of_each_kind():
+def test_each_kind_of_question_reads_as_its_worked_example():
     inventory = SplitInventory(("Bako",), (50,))
     facts = make_facts(dict.fromkeys(Split, inventory), 0)
     questions = make_questions(Split.dev, inventory, facts, num_questions=3, seed=0)

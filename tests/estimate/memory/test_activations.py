@@ -82,7 +82,7 @@ def qwen3(folders):
     return ModelShape.from_folder(folders("qwen3"))
 
 
-def test_a_dense_layer_by_hand(folders):
+def test_a_dense_layer_keeps_the_bytes_worked_out_by_hand(folders):
     """Widths of the rank: queries 64, keys 32, MLP 160; 128 hidden; bf16, fused."""
     shape = ModelShape.from_folder(folders("llama"))
     norms = 2 * (3 * 128 * 2 + 4)
@@ -95,7 +95,7 @@ def test_a_dense_layer_by_hand(folders):
 
 
 def test_activations_that_a_dense_layer_drops_are_computed_again(folders):
-    """The layer of `test_a_dense_layer_by_hand`: 10 tokens of 128 hidden, 160 in the MLP."""
+    """The dense layer worked out above: 10 tokens of 128 hidden, 160 in the MLP."""
     shape, mlp = ModelShape.from_folder(folders("llama")), 10 * 3 * 160 * 2
 
     def layer_bytes(recompute):
@@ -121,7 +121,7 @@ def test_activations_that_a_dense_layer_drops_are_computed_again(folders):
         ({"pipeline": 2, "virtual_pipeline": 2}, 0, 2, [2, 2]),
     ],
 )
-def test_num_in_flight_passes(cut, stage, num_micro_batches, expected):
+def test_earlier_stages_have_more_passes_in_flight(cut, stage, num_micro_batches, expected):
     assert num_in_flight_passes(ParallelConfig(**cut), stage, num_micro_batches) == expected
 
 
@@ -180,7 +180,7 @@ def test_scratch_limits_are_those_of_the_kernels():
     assert {True: bounds["cuda"], False: bounds["cpu"]} == SCRATCH_BYTES
 
 
-def test_the_triton_kernels_sizes():
+def test_the_tile_and_scratch_are_those_of_the_triton_kernel():
     vocab_triton = pytest.importorskip("mega_agentrl.actor.vocab.triton_kernel")
     hidden_ND = torch.empty(20_000, 8, dtype=torch.bfloat16)
     rows = 18_992
@@ -193,7 +193,7 @@ def test_the_triton_kernels_sizes():
 
 @pytest.mark.parametrize(("rows", "tokens"), [(50_000, 4096), (61, 30), (61, 500_000)])
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_the_torch_kernels_sizes(rows, tokens, item_bytes):
+def test_the_tile_and_scratch_are_those_of_the_torch_kernel(rows, tokens, item_bytes):
     dtype = torch.bfloat16 if item_bytes == 2 else torch.float32
     scratch = vocab_torch._TileScratch(
         torch.empty(tokens, 1, dtype=dtype), rows, SCRATCH_BYTES[False]

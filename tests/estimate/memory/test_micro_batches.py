@@ -26,7 +26,7 @@ def bounds(**settings):
         ({"pipeline": 3, "virtual_pipeline": 2, "tokens": 16384}, (16384, 513)),
     ],
 )
-def test_micro_batches_of_full_rows(settings, expected):
+def test_micro_batches_are_counted_for_full_rows(settings, expected):
     found = bounds(**settings)
     assert (found.tokens, found.num_micro_batches) == expected
 

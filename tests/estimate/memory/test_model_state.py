@@ -68,7 +68,7 @@ def test_the_estimate_is_what_the_actor_allocates(name, dtype, cut, folders, ran
         assert most.optimizer >= expected.optimizer
 
 
-def test_a_released_model_by_hand():
+def test_a_released_model_has_the_state_worked_out_by_hand():
     """Qwen3-32B over 8 x 4: an eighth of the matrices, optimizer over 4 data ranks."""
     shape = released("qwen3-32b")
     state = estimate_model_state(shape, ParallelConfig(tensor=8, data=4), 0)
@@ -119,7 +119,7 @@ def test_released_models_have_their_number_of_parameters(name, total):
     assert num_parameters(released(name)) == total
 
 
-def test_active_parameters_of_a_sparse_model():
+def test_a_sparse_model_has_fewer_active_parameters_and_a_dense_one_has_not():
     assert round(num_active_parameters(released("qwen3-235b-a22b")) / 1e9, 1) == 22.2
     dense = released("qwen3-32b")
     assert num_active_parameters(dense) == num_parameters(dense)
@@ -167,7 +167,7 @@ def dense(numel, *, chunk=0, shared=False):
     return RankParameter(chunk, numel, False, shared)
 
 
-def test_padding_by_hand():
+def test_tensors_are_padded_to_128_elements_and_to_the_data_ranks():
     """Last first: 100 at 0, 70 at 128, then up to 256: two halves of 128."""
     assert flat_buffers([dense(70), dense(100)], ParallelConfig(data=2)) == [
         FlatBuffer(False, 256, (100, 70))

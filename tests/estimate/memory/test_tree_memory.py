@@ -100,7 +100,7 @@ def test_attention_along_paths_allocates_no_more_than_is_counted(heads, kv_heads
     assert 0.5 * counted < measured <= counted
 
 
-def test_path_attention_by_hand():
+def test_attention_along_paths_takes_the_bytes_worked_out_by_hand():
     """28 query and 4 key heads of 128 numbers over 4 ranks, in two bytes; 100 keys, 10 tokens."""
     shape, layout = released("qwen2.5-7b"), ParallelConfig(tensor=4, context=2)
 
@@ -115,7 +115,7 @@ def test_path_attention_by_hand():
     assert num_bytes(0, fused=True) == 0
 
 
-def test_the_plan_of_the_attention_by_hand():
+def test_the_plan_of_the_attention_takes_the_bytes_worked_out_by_hand():
     paths = KernelConfig(fused=False, max_path_tokens=50)
     assert attention_plan_bytes(10, 100, KernelConfig()) == 100 * 8
     # Slots of 150 keys and 15 queries, a slot for each token, and a mask of 10 x 50 scores.

@@ -40,14 +40,14 @@ CURVES = [
 ]
 
 
-def test_the_mean_of_two_runs_by_hand():
+def test_the_mean_curve_has_means_and_ranges_of_two_runs():
     _, middle, end = mean_curve(CURVES[:2])
     assert (middle.num_tool_calls, middle.num_tokens) == (110, 1100)
     assert (middle.reward, middle.min_reward, middle.max_reward) == (pytest.approx(0.4), 0.3, 0.5)
     assert (end.num_tool_calls, end.reward) == (220, pytest.approx(0.6))
 
 
-def test_rows_by_hand():
+def test_each_algorithm_has_means_deviations_and_costs():
     grpo, arpo, flat = summarize_algorithms(CURVES, baseline="GRPO")
     assert (grpo.algorithm, grpo.num_seeds, grpo.num_tool_calls) == ("GRPO", 2, 220)
     assert grpo.reward == pytest.approx(0.6)
@@ -107,7 +107,7 @@ def test_a_run_without_an_evaluation_is_refused():
     assert caught.value.name == "evaluation points of GRPO, seed 4"
 
 
-def test_the_table():
+def test_the_table_has_a_row_of_each_algorithm():
     lines = algorithms_markdown(
         summarize_algorithms(CURVES, baseline="GRPO"), baseline="GRPO"
     ).splitlines()

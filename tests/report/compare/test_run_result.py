@@ -54,7 +54,7 @@ def folder(tmp_path):
     return run_dir
 
 
-def test_a_finished_run(folder):
+def test_a_finished_run_has_settings_costs_and_evaluations(folder):
     (folder / "summary.json").write_text(json.dumps({"train_seconds": 12.5}))
     run = read_run_result(folder)
     assert (run.state, run.seed, run.settings) == (STATE_DONE, 7, {"optim.lr": "0.5"})

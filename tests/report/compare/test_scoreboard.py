@@ -53,7 +53,7 @@ def test_the_interval_of_equal_values_has_no_width():
     assert (interval.low, interval.mean, interval.high) == (0.25, 0.25, 0.25)
 
 
-def test_an_interval_by_hand():
+def test_an_interval_is_that_of_resampled_means_and_reproducible():
     # Of the 4^4 = 256 resamples of 0, 0, 0, 4, the mean is k with probability
     # C(4, k) (1/4)^k (3/4)^(4-k): 0.316, 0.422, 0.211, 0.047, 0.004 for k = 0 to 4.
     # So 2.5 % lie at 0, and the upper 2.5 % begin within k = 3.

@@ -91,7 +91,7 @@ def gpu(index, **values):
     return GpuSummary(index=index, values=values)
 
 
-def test_two_nodes_by_hand():
+def test_metrics_of_two_nodes_are_means_and_extremes_over_all_gpus():
     metrics = aggregate_gpu_metrics(
         {
             "10.0.0.1": [gpu(0, util=0.5, temperature_c=60.0), gpu(1, util=0.375, ecc_errors=0.0)],

@@ -13,13 +13,13 @@ from mega_agentrl.errors import InputError
 from mega_agentrl.report.page.axes import Axis, format_number, linear_ticks, make_value_axis
 
 
-def test_places_on_a_linear_axis():
+def test_a_linear_axis_places_values_in_proportion_and_within_its_ends():
     axis = Axis(low=10, high=20, start_px=100, stop_px=0)
     assert [axis.to_pixel(value) for value in (10, 15, 20, 25, 0)] == [100, 50, 0, 0, 100]
     assert axis.ticks(5) == [10, 12, 14, 16, 18, 20]
 
 
-def test_places_on_a_logarithmic_axis():
+def test_a_logarithmic_axis_places_decades_at_equal_distances():
     axis = Axis(low=1e-4, high=1, start_px=0, stop_px=8, is_log_scale=True)
     assert [round(axis.to_pixel(value), 9) for value in (1e-4, 1e-2, 1, 0)] == [0, 4, 8, 0]
     assert axis.ticks() == pytest.approx([1e-4, 1e-3, 1e-2, 0.1, 1])
@@ -34,7 +34,7 @@ def test_an_axis_of_no_length_is_refused(low, high, log):
     assert (caught.value.got.low, caught.value.got.high) == (low, high)
 
 
-def test_round_ticks():
+def test_ticks_are_round_numbers():
     assert linear_ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert linear_ticks(0, 40, 7) == [0, 10, 20, 30, 40]
     assert linear_ticks(-0.3, 0.1, 4) == pytest.approx([-0.3, -0.2, -0.1, 0, 0.1])
@@ -52,7 +52,7 @@ def test_ticks_lie_inside_and_are_few(low, width, most):
     assert all(low - room <= tick <= low + width + room for tick in ticks)
 
 
-def test_the_axis_of_values():
+def test_the_axis_of_values_has_room_and_includes_zero_if_asked_to():
     assert make_value_axis([2, 4], 10, 0, log=False, zero=True).low == 0
     assert make_value_axis([2, 4], 10, 0, log=False, zero=True).high == 4.2
     assert make_value_axis([2, 4], 10, 0, log=False, zero=False).low == 1.9
@@ -86,7 +86,7 @@ def test_the_logarithmic_axis_of_values_has_whole_decades():
         (-math.inf, "-∞"),
     ],
 )
-def test_format_number(value, shown):
+def test_numbers_are_shown_in_a_few_digits(value, shown):
     assert format_number(value) == shown
 
 

@@ -146,7 +146,7 @@ def test_charts_beyond_the_limit_are_counted():
     assert (len(group.charts), group.num_omitted) == (MAX_OTHER_CHARTS, 3)
 
 
-def test_warm_start_and_unknown_stages():
+def test_warm_start_and_unknown_stages_have_groups_of_their_own():
     log = log_of({"stage": "sft", "step": 1, "loss": 2.0}, {"stage": "gpu", "step": 1, "watts": 9})
     assert [group.title for group in chart_groups(log)] == ["Warm start", "Stage gpu"]
 

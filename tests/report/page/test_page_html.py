@@ -53,7 +53,7 @@ def test_a_parser_reads_one_element_and_its_text(words):
     (read.text + "x").encode("utf-8")
 
 
-def test_numbers_that_json_has_no_form_for():
+def test_numbers_that_json_has_no_form_for_become_text():
     value = {"a": [math.nan, math.inf, -math.inf, 1.5], "b": (math.nan,)}
     assert json.loads(json_for_script(value)) == {
         "a": ["NaN", "Infinity", "-Infinity", 1.5],

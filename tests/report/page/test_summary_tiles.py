@@ -38,13 +38,13 @@ def test_a_run_that_was_killed_compares_its_first_and_last_steps():
     assert "in training" in reward.detail
 
 
-def test_only_an_evaluation():
+def test_a_run_with_only_an_evaluation_has_only_its_reward():
     found = tiles_of({"stage": "held_out_before", "step": 0, "sampled/reward": 0.5})
     assert (found["reward"].before, found["reward"].value) == ("", "0.5")
     assert list(found) == ["reward"]
 
 
-def test_speed_entropy_forks_and_mismatch():
+def test_speed_entropy_forks_and_mismatch_have_tiles():
     values = {
         "perf/tokens_per_s": 100.0,
         "perf/unique_tokens_per_s": 40.0,

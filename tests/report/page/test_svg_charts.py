@@ -112,7 +112,7 @@ def test_thinning_keeps_ends_extremes_and_what_is_not_finite(values):
         assert (min(left), max(left)) == (min(finite), max(finite))
 
 
-def test_the_values_under_the_pointer():
+def test_the_data_of_a_chart_have_the_values_under_the_pointer():
     data = chart_data(one([(1, 0.123456789), (3, 1.0)], unit="s"))
     assert (data["low"], data["high"], data["unit"]) == (1, 3, "s")
     assert data["start"] == MARGIN_LEFT / WIDTH

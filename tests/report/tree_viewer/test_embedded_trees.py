@@ -37,7 +37,7 @@ def blocks_of(markup):
     return {name: json.loads(text) for name, text in found}
 
 
-def test_marks_and_mean_reward():
+def test_a_tree_has_a_mark_for_each_path_and_the_mean_of_its_rewards():
     paths = [path(1.0, correct=True), *map(path, (0.5, -1.0, None)), path(9.0, failed=True)]
     block = embed_tree(7, view(*paths, path(float("nan"))))
     assert block.index_entry == {
@@ -77,7 +77,7 @@ def test_blocks_are_numbered_through_and_the_last_step_comes_first():
     assert all(found[f"tree-{number}"]["id"] == "set/0" for number in numbers)
 
 
-def test_no_tree_at_all():
+def test_without_a_tree_there_is_an_empty_index():
     assert blocks_of(render_embedded_trees([], 1.0)) == {
         "tree-index": {"most": 1.0, "start": "", "files": []}
     }
@@ -112,11 +112,11 @@ def test_files_are_left_out_evenly():
     assert [len(one) for one in chosen if one] == [MIN_TREES_PER_FILE] * 3
 
 
-def test_files_without_trees():
+def test_files_without_trees_have_none_selected():
     assert select_trees([size(0, 0), size(10, 1)], 100) == [[], [0]]
 
 
-def test_spread():
+def test_selected_indices_are_evenly_spaced():
     assert evenly_spaced_indices(5, 9) == [0, 1, 2, 3, 4]
     assert evenly_spaced_indices(5, 3) == [0, 2, 4]
     assert evenly_spaced_indices(5, 1) == [0]

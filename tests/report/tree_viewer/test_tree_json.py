@@ -30,7 +30,7 @@ def characters(token_ids):
     return [chr(token) for token in token_ids]
 
 
-def test_a_tree_by_hand():
+def test_a_nested_tree_has_its_paths_turns_and_values():
     view = tree_to_json(nested_tree(), characters, {"set_0/0/0.0": -0.5})
     assert (view["id"], view["truth"], view["forks"], view["extraRoots"]) == ("set/0", "1", 3, 0)
     assert view["question"] == [{"role": "user", "text": "Q"}]

@@ -102,7 +102,7 @@ FUSED_NORMS = {
 }
 
 
-def test_names_with_and_without_transformer_engine():
+def test_transformer_engine_changes_names_of_norms_and_no_blocks():
     plain, fused = shards_of(make_shape()), shards_of(make_shape(), fused=True)
     assert list(plain) == PLAIN
     assert list(fused) == [FUSED_NORMS.get(name, name) for name in PLAIN]

@@ -41,7 +41,7 @@ def read(tmp_path, **changes):
     return ModelShape.from_folder(tmp_path)
 
 
-def test_the_sizes_of_a_checkpoint(tmp_path):
+def test_the_sizes_of_a_checkpoint_are_read(tmp_path):
     assert read(tmp_path) == ModelShape(
         architecture="Qwen3ForCausalLM",
         num_layers=2,
@@ -73,7 +73,7 @@ def biases(shape):
     ],
     ids=["Llama", "Qwen2", "Qwen3", "Qwen3Moe"],
 )
-def test_biases_and_norms_of_every_family(tmp_path, family, default, with_biases):
+def test_every_family_has_its_biases_and_norms(tmp_path, family, default, with_biases):
     changes = MOE | {"architectures": [f"{family}ForCausalLM"]}
     assert biases(read(tmp_path, **changes)) == default
     assert biases(read(tmp_path, **changes, attention_bias=True, mlp_bias=True)) == with_biases

@@ -55,7 +55,7 @@ YARN = RopeConfig(
     ],
     ids=["none", "theta", "default", "linear", "llama3", "old-llama3", "yarn", "old-yarn"],
 )
-def test_settings_by_hand_in_both_spellings(config, expected):
+def test_settings_are_read_in_both_spellings(config, expected):
     assert read(**config) == expected
 
 
@@ -69,7 +69,7 @@ def test_settings_by_hand_in_both_spellings(config, expected):
     ],
     ids=["given", "two-scales", "one-scale", "no-scaling"],
 )
-def test_the_attention_factor_of_yarn(given, expected):
+def test_the_attention_factor_of_yarn_follows_from_its_settings(given, expected):
     assert read(rope_parameters=YARN_ROPE | given).attention_factor == pytest.approx(expected)
 
 

@@ -120,7 +120,7 @@ W_TO_2 = group((0, 1), (2,))
     ],
     ids=["near-holder", "copy", "forwarded-copy"],
 )
-def test_hops_by_hand(places, groups, hops):
+def test_hops_come_from_the_nearest_rank_that_holds_the_slices(places, groups, hops):
     assert sorted(hops_of(groups, locations_of(*places), BYTES)) == hops
 
 

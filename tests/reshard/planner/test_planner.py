@@ -70,7 +70,7 @@ def check_all(shape, trainer_layouts, rollout_layouts, locations, **options):
 
 @pytest.mark.parametrize("locate", [apart, colocated])
 @pytest.mark.parametrize(("tensor", "pipeline", "expert", "rollout"), GRID)
-def test_grid_with_experts(tensor, pipeline, expert, rollout, locate):
+def test_every_layout_with_experts_has_a_right_plan(tensor, pipeline, expert, rollout, locate):
     shape = make_moe_shape(
         num_layers=2,
         moe_layer_pattern=[True, False],
@@ -89,7 +89,7 @@ def test_grid_with_experts(tensor, pipeline, expert, rollout, locate):
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "rollout"), itertools.product([1, 2, 4], [1, 2], [1, 2, 4])
 )
-def test_grid_dense_with_key_value_heads_repeated_and_several_engines(
+def test_every_dense_layout_has_a_right_plan_for_several_engines(
     tensor, pipeline, rollout, engines
 ):
     shape = make_shape(num_layers=2, num_kv_heads=2, qkv_bias=True)
@@ -199,7 +199,7 @@ def moved(bucket, rect):
     return (bucket.slices[0]._replace(rect=rect),)
 
 
-def test_a_good_plan_passes():
+def test_a_right_plan_passes_the_check():
     assert len(PLAN.buckets) == 3
     check_transfer_plan(PLAN, TRAINER_LAYOUTS, ROLLOUT_LAYOUTS)
 

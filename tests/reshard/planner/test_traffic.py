@@ -20,7 +20,7 @@ def plan(*buckets):
     )
 
 
-def test_bytes_by_link_type_and_rank():
+def test_bytes_are_counted_by_link_type_and_rank():
     traffic = count_traffic(
         plan((10, (Hop(0, 1), Hop(1, 2), Hop(2, 3))), (5, (Hop(0, 2),))), LOCATIONS, SPEEDS
     )

@@ -262,7 +262,7 @@ def test_a_closed_transport_refuses_frames(group):
 
 
 @pytest.mark.gpu
-def test_frames_in_device_memory():
+def test_frames_in_device_memory_arrive_and_are_passed_on():
     with ranks(3) as group:
         group.join(device_transport)
         group.start(0, send, VALUES, [1])

@@ -63,7 +63,7 @@ def some_values(rows, columns, dtype, seed=0):
     return words[:, :columns].contiguous().view(dtype)
 
 
-def test_one_word_by_hand():
+def test_the_digest_of_one_word_is_the_product_of_its_factors():
     # SplitMix64 of seed 0 is known: its first outputs are e220a8397b1dcdaf, 6e789e6aa1b965f4.
     assert [factor(COLUMN, 0), factor(COLUMN, 1)] == [0xE220A839, 0x6E789E6A | 1]
     one = torch.tensor([[1]], dtype=torch.int32).view(torch.float32)
@@ -151,7 +151,7 @@ def test_dims_behind_the_first_are_columns(dtype, rows, height, width, data):
     assert total.sum(axis=0, dtype=np.uint32).tolist() == digest(values)
 
 
-def test_digests_of_no_items_and_of_several_items():
+def test_several_items_have_a_digest_each_and_none_has_none():
     values = [some_values(2, 3, torch.float32, seed) for seed in range(3)]
     assert compute_digests([]).shape == (0, 2)
     found = compute_digests((v, Rect.whole((2, 3))) for v in values)

@@ -91,7 +91,7 @@ def wrong_regions(layout, params, digest_of, dtype_of):
 VECTOR = shard("v", ("v", *2 * [Rect((0,), (6,))]), shape=(6,))
 
 
-def test_regions_and_parts_by_hand():
+def test_equal_rectangles_are_one_region_with_parts_by_rank():
     rollout = [*held(rows(0, 6)), shard("again", rows(0, 6), shape=(6, 4)), *held(rows(6, 8))]
     first, second = (DigestRegion("w", Rect((a, 0), (b, 4))) for a, b in ((0, 6), (6, 8)))
     assert regions_of_layout(rollout) == [first, second]

@@ -21,7 +21,7 @@ ROWS = json.loads(GOLDEN.read_text(encoding="utf-8"))["f1"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["prediction"])
-def test_released_rows(row):
+def test_f1_and_normalization_are_those_of_the_released_code(row):
     assert token_f1(row["prediction"], row["ground_truths"]) == pytest.approx(row["f1"], abs=1e-12)
     assert normalize_squad(row["prediction"]) == row["norm_pred"]
 
@@ -47,11 +47,11 @@ def test_released_rows(row):
         ("1e999999999 apples", "1e999999998 apples", 0.5),
     ],
 )
-def test_numbers_are_values_and_separators_stay(prediction, truth, expected):
+def test_numbers_match_by_value_and_separators_stay(prediction, truth, expected):
     assert number_aware_f1(prediction, truth) == pytest.approx(expected, abs=1e-12)
 
 
-def test_best_of_several_truths_and_none():
+def test_the_best_of_several_truths_counts_and_none_is_zero():
     assert number_aware_f1("NYC", ["New York City", "NYC"]) == 1.0
     assert number_aware_f1("NYC", []) == 0.0
 

@@ -40,7 +40,7 @@ def test_forks_only_when_entropy_rose(entropy, forks):
     assert ArpoBranching(BranchConfig()).num_forks(_point([entropy] * 20)) == forks
 
 
-def test_probability_and_threshold():
+def test_the_probability_rises_with_the_entropy_over_the_baseline():
     policy = ArpoBranching(BranchConfig(alpha=0.4, beta=0.3, tau=0.7))
     assert policy.probability(_point([3.0] * 20)) == pytest.approx(0.4 + 0.3 * 2)
     assert policy.probability(_point([3.0] * 4)) is None and policy.threshold == 0.7
@@ -72,7 +72,7 @@ def test_forks_are_bounded_by_the_slots():
         (4, 4, (0,) * 4),
     ],
 )
-def test_slots_of_the_roots(num_trajectories, roots, slots):
+def test_fork_slots_are_split_over_the_roots(num_trajectories, roots, slots):
     policy = ArpoBranching(BranchConfig(initial_rollouts=roots))
     assert policy.fork_slots(num_trajectories) == slots
 
@@ -126,7 +126,7 @@ def test_a_path_budget_is_split_in_path_order_and_a_shared_one_is_not():
     assert child is shared and child.spend(3) == [shared] * 3 and shared.num_left == 2
 
 
-def test_budgets_of_the_roots():
+def test_budgets_are_one_for_each_root_or_one_for_all():
     assert make_root_budgets(ForkBudgetMode.partitioned, (2, 1)) == [PathBudget(2), PathBudget(1)]
     first, second = make_root_budgets(ForkBudgetMode.first_come, (2, 1))
     assert first is second and first.num_left == 3

@@ -91,7 +91,7 @@ def _roomy(branching, num_trajectories, roots):
     )
 
 
-def test_policy_by_name():
+def test_each_name_makes_its_policy():
     kinds = {name: type(make_branch_policy(RolloutConfig(branching=name))) for name in Branching}
     assert kinds == {
         Branching.none: NoBranching,

@@ -59,7 +59,7 @@ def test_a_shared_budget_is_shared():
     ],
     ids=["after_tool", "after_user", "after_user_if_set", "zero_probe_tokens", "no_branching"],
 )
-def test_where_policies_ask(policy, role, num_tokens):
+def test_policies_probe_after_the_roles_they_fork_at(policy, role, num_tokens):
     assert ForkDecider(policy, (0,), PathBudget(3), 0).num_probe_tokens(9, role) == num_tokens
 
 

@@ -96,7 +96,7 @@ def _check_final(batch, trees, scenario, row):
 
 
 @pytest.mark.parametrize("scenario", GOLDEN, ids=lambda scenario: scenario["name"])
-def test_golden_traces(scenario):
+def test_traces_are_those_of_the_released_code(scenario):
     baselines = {}
     for row in scenario["batches"]:
         before = {int(key): value for key, value in row["initial_entropy_before"].items()}

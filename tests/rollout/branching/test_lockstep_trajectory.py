@@ -78,7 +78,7 @@ async def test_a_call_its_answer_and_the_end():
         ([CALL, "x" * 500], {}, StopReason.length, 1),
     ],
 )
-async def test_stop_reasons(texts, options, reason, num_calls):
+async def test_each_end_has_its_stop_reason(texts, options, reason, num_calls):
     got = await _live(_context(turns(*texts), **options))
     assert got.stop_reason is reason and got.num_tool_calls == num_calls
     assert len(got.token_ids) <= 200

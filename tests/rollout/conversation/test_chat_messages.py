@@ -103,7 +103,7 @@ def test_a_template_difference_is_shown_with_the_text_before():
     assert _quoted(_drift(" x;\nu:w!;\na:y;")) == ["u:Q;\na: x;\nu:w", "", "!"]
 
 
-def test_modes():
+def test_white_space_is_a_difference_in_strict_mode_only():
     assert _quoted(_drift(" x;\nu:w;\na:y;", trims=True)) == ["u:Q;\na:", "", " "]
     ignoring = TemplateCheck.ignore_strippable
     assert _drift(" x;\nu:w;\na:y;", trims=True, mode=ignoring) == ""

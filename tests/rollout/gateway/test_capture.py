@@ -279,7 +279,7 @@ async def test_random_clients_lose_no_token_and_encode_none_twice(codec):
 
 @pytest.mark.slow(300)
 @pytest.mark.timeout(1200)
-async def test_100_000_calls_of_random_clients(codec):
+async def test_random_clients_lose_no_token_in_100_000_calls(codec):
     assert await fuzz(codec, 100_000, seed=2) >= 100_000
 
 

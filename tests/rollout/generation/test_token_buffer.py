@@ -34,7 +34,7 @@ def _make_buffer():
     return buffer
 
 
-def test_turns_and_masks_by_hand():
+def test_sampled_tokens_are_trained_on_and_others_masked():
     buffer = _make_buffer()
     assert buffer.open_turn_start == 5
     buffer.close_turn("end")

@@ -92,7 +92,7 @@ def test_errors_name_file_and_entry(tmp_path, text, where, fact):
     assert fact in str(error).removeprefix(error.key)
 
 
-def test_a_missing_file(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     assert refused(load_interactions, tmp_path / "none.yaml").got == tmp_path / "none.yaml"
 
 

@@ -177,7 +177,9 @@ async def test_a_user_answers_until_it_has_enough(codec):
         (["a" * 500] * 4, {"max_response_tokens": 100}, StopReason.length, 0),
     ],
 )
-async def test_ends(codec, turns, options, reason, num_heard):
+async def test_each_end_of_a_conversation_has_its_stop_reason(
+    codec, turns, options, reason, num_heard
+):
     user = User()
     got, _ = await _talk(codec, user, turns, **options)
     assert got.stop_reason is reason and len(user.heard) == num_heard and user.num_open == 0

@@ -101,7 +101,7 @@ def test_tokens_of_nodes_are_those_of_the_training_batch(trees):
     assert len(set(ours.values())) == len(ours), "different tokens have different ids"
 
 
-def test_a_nested_tree_by_hand():
+def test_a_nested_tree_has_a_node_for_each_turn():
     tree = nested_tree()
     nodes = to_node_tree(tree)
     assert [one.path for one in tree.trajectories] == [(0,), (0, 0), (0, 0, 0), (0, 1)]
@@ -121,7 +121,7 @@ def test_a_nested_tree_by_hand():
     assert made_by == [None, first, nested, second]
 
 
-def test_paths_part_inside_of_a_turn_by_hand():
+def test_paths_that_part_inside_of_a_turn_split_its_node():
     root = make_trajectory((0,), SPANS)
     tree = part(_tree(root), root, root.turns[2], 7, num_new=3)
     (fork,) = tree.trajectories[1:]

@@ -36,7 +36,7 @@ def _one(*texts, **tools):
     return tree.trajectories[0]
 
 
-def test_question_turns_and_score():
+def test_question_turns_and_score_are_shown():
     one = _one("think\nhard<search>q1</search>", f" <answer>1</answer>{EOS}")
     assert one.score is not None
     assert render_trajectory(one).split("\n") == [
@@ -64,7 +64,7 @@ def test_a_fork_names_its_parent():
     assert render_trajectory(one).endswith("forked at token 4 of 0.1")
 
 
-def test_rewards_of_tools_and_the_parts_of_the_reward():
+def test_rewards_of_tools_and_the_parts_of_the_reward_are_shown():
     one = _one(CALL, END)
     one.turns[1] = replace(one.turns[1], outcome=replace(one.turns[1].outcome, step_reward=-0.05))
     one.tool_rewards = {"gsm8k": 1.0}
@@ -86,7 +86,7 @@ def test_control_characters_are_shown_not_obeyed():
     assert "(wrong answer: \\x1b[2J\\nok), stop eos" in render_trajectory(one)
 
 
-def test_a_nested_tree():
+def test_a_nested_tree_is_drawn_with_its_decisions():
     tree = nested_tree()
     ends = {one.path: summary_line(one) for one in tree.trajectories}
     asked = "H 2 over 8 tokens, baseline 1, dH +1, P 0.7 against 0.5: 1 fork"
@@ -121,7 +121,7 @@ def test_a_turn_that_a_path_leaves_inside_is_drawn_on_both():
     assert "| 0.2 agent | part (0, 2)" in text and text.count("= ") >= 5
 
 
-def test_a_decision_without_forks_or_entropies_on_one_line():
+def test_a_decision_without_forks_or_entropies_is_one_line():
     asked = BranchDecision(
         path=(0,),
         position=40,

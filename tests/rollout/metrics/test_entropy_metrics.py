@@ -19,7 +19,7 @@ from tests.rollout.grown_trees import grown, nested_tree, part
 from tests.through_json import through_json
 
 
-def test_the_nested_tree_by_hand():
+def test_the_nested_tree_has_a_curve_of_the_root_and_one_after_tools():
     # First turn "thinkhard<search>q1</search>", 28 tokens at 1 nat. Behind answers, at 2 nats:
     # six turns, three of them "more words<search>..." (29) and three "more words<answer>..." (29).
     curve = collect_entropy_curves(nested_tree().trajectories)

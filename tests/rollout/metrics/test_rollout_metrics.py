@@ -53,7 +53,7 @@ def _tree():
     return RolloutTree(prompt=PROMPT, trajectories=trajectories, num_forks=1, num_extra_roots=0)
 
 
-def test_by_hand():
+def test_metrics_of_a_tree_are_those_worked_out_by_hand():
     got = rollout_metrics([_tree()])
     expected = {
         "reward_mean": 0.75,
@@ -126,7 +126,7 @@ def test_the_window_bounds_the_entropies_of_a_turn():
     assert got["rollout/entropy_root"] == 1.5 and got["rollout/entropy"] == 60 / 21
 
 
-def test_lengths_of_prompts_and_valid_responses_by_hand():
+def test_lengths_are_those_of_prompts_and_valid_responses():
     short, long = make_trajectory((0,), [(AGENT, 2)]), make_trajectory((1,), [(AGENT, 7)])
     failed = make_trajectory((2,), [(AGENT, 90)], stop_reason=StopReason.aborted)
     trees = [
@@ -143,7 +143,7 @@ def test_metrics_of_no_trees_are_zeros():
     assert set(rollout_metrics([]).values()) == {0.0}
 
 
-def test_branch_metrics_the_nested_tree_by_hand():
+def test_branch_metrics_of_the_nested_tree_are_those_worked_out_by_hand():
     tree = nested_tree()
     first, second = (28 + 22, 28 + 22 + 29 + 22)
     # 0 is whole; 0.0 takes over the first turn, 0.0.0 and 0.1 the first two, 28 and 29 sampled.
@@ -207,7 +207,7 @@ def _tool_trajectory(outcomes, **changes):
     )
 
 
-def test_tool_metrics_by_hand():
+def test_tool_metrics_count_shared_calls_once():
     shared = _tool_outcome(latency_s=1.0, queue_s=0.5, step_reward=0.5, metrics={"run_s": 2.0})
     root = _tool_trajectory(
         [shared, _tool_outcome(latency_s=3.0, status=ToolStatus.timeout)],
@@ -245,7 +245,7 @@ def test_tool_metrics_by_hand():
     assert "tool/search/step_reward" not in got, "a failed trajectory earned nothing"
 
 
-def test_p99_of_two_hundred():
+def test_percentiles_are_measured_values():
     calls = _tool_trajectory([_tool_outcome(latency_s=float(n)) for n in range(1, 201)])
     got = tool_metrics([calls])
     assert (got["tool/python/latency_p50_s"], got["tool/python/latency_p99_s"]) == (100, 198)
@@ -271,7 +271,7 @@ def _scored(parts, fields, reward_error=""):
     return one
 
 
-def test_reward_metrics_by_hand():
+def test_reward_metrics_are_means_of_parts_and_numeric_fields():
     rows = [
         _scored({"arpo": 1.0, "mine": 0.5}, {"mine": {"right": True, "len": 4, "why": "x"}}),
         _scored({"arpo": 0.0, "mine": 0.0}, {"mine": {"right": False, "len": float("inf")}}),
@@ -288,7 +288,7 @@ def test_reward_metrics_by_hand():
     assert reward_metrics([]) == {"reward/failed_fraction": 0.0}
 
 
-def test_greedy_metrics_by_hand():
+def test_greedy_metrics_leave_lost_rewards_out():
     tokens = {name: [0] * 3 for name in ("token_ids", "logps", "entropies", "versions", "turn_ids")}
     score = Score(value=0.5, correct=True, f1=1.0, answer="", reason="")
     good = make_trajectory(loss_mask=[1, 0, 1], score=score, **tokens)

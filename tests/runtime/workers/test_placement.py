@@ -17,7 +17,7 @@ from mega_agentrl.runtime.workers.placement import Placement, engine_bundles, ra
 from tests.config.refusals import refused_setting
 
 
-def test_bundles_by_hand():
+def test_ranks_and_engines_get_bundles_of_cpus_and_gpus():
     config = TrainConfig(
         parallel=ParallelConfig(tensor=4, pipeline=2, data=3),
         engine=EngineConfig(tensor_parallel_size=2),

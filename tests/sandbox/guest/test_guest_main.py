@@ -36,7 +36,7 @@ def test_a_started_program_is_warm_and_an_interpreter_sees_nothing_of_it(isolate
         assert lines == ["True True", "b'' /dev/null", "True False /tmp"]
 
 
-def test_ends_well_when_its_channel_closes():
+def test_the_program_ends_well_when_its_channel_closes():
     with program(isolated=False) as one:
         warm_pid, guest_pids = one.warm_pid(), one.guest_pids()
         one.main.close()

@@ -190,7 +190,7 @@ def test_a_killed_spare_interpreter_is_replaced():
         assert output(stateless.main, "print(1)") == "1"
 
 
-def test_a_supervisor_whose_interpreter_died_while_idle_rests(isolated, session):
+def test_a_supervisor_whose_interpreter_died_while_idle_uses_no_cpu(isolated, session):
     run(session, "x = 1")
     (supervisor_pid,) = processes.child_pids(isolated.warm_pid())
     pid = interpreter_pid(isolated, session)

@@ -40,7 +40,7 @@ def archive(path, name):
     return path
 
 
-def test_host_and_a_folder_with_a_shell(tmp_path):
+def test_the_host_or_a_folder_with_a_shell_may_be_the_root(tmp_path):
     assert resolve_root("host") is None
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/bash").touch()

@@ -88,7 +88,7 @@ def test_harmless_text_is_kept(text):
     assert ESCAPE(text) == text
 
 
-def test_which_tokens_are_markers():
+def test_control_tokens_are_markers_and_words_are_not():
     assert all(map(is_control_token, TOKENS))
     assert not any(map(is_control_token, ["", "!", "  ", "\n\n\n", "word", "a_b", "12"]))
     assert ControlTagEscaper([], ["!", "word", "   "])("word!   x") == "word!   x"

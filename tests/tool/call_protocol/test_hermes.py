@@ -43,7 +43,7 @@ def call(body):
         (f"{call(GOOD)}\n<tool_call>{GOOD} \n", [WANTED, WANTED]),
     ],
 )
-def test_calls_in_order(text, expected):
+def test_calls_are_read_in_their_order(text, expected):
     assert list(PROTOCOL.parse_calls(text)) == expected
 
 
@@ -266,7 +266,7 @@ def area(width: float, height: float = 1.0) -> float:
     return width * height
 
 
-async def test_a_toolkit_called_by_json():
+async def test_a_toolkit_can_be_called_by_json():
     toolkit = ToolKit([area], protocol=CallProtocol.hermes)
     assert toolkit.uses_tool_messages and toolkit.stop_strings == ()
     assert toolkit.parse_calls("none") == ()

@@ -175,7 +175,7 @@ def status(code, **headers):
     )
 
 
-def test_statuses():
+def test_temporary_statuses_are_transient_and_others_final():
     status(200)
     status(204)
     for code in (301, 400, 401, 403, 404, 422, 501):

@@ -136,7 +136,7 @@ def test_settings_that_the_comparison_chooses_are_refused_as_overrides(override)
     check_overrides(["algo.kl_coef=0.1", "optim.num_minibatches=1"])
 
 
-def test_differing_keys_by_hand():
+def test_differing_keys_are_those_with_other_values_on_both_sides():
     one = {"a": 1, "b": {"c": 2, "d": [1]}, "only": None}
     other = {"a": 1, "b": {"c": 3, "d": [1]}, "new": 5}
     assert differing_keys(one, other) == ["b.c", "new"]

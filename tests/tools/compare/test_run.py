@@ -279,7 +279,7 @@ def test_the_warm_start_is_made_and_evaluated_once(make_setup, base, tmp_path):
     assert (setup.initial_evaluation.num_tokens, setup.initial_evaluation.num_tool_calls) == (0, 0)
 
 
-def test_a_budget_of_steps(make_setup, base):
+def test_a_budget_of_steps_is_not_exceeded_for_more_evaluations(make_setup, base):
     budget = Budget(num_tokens=1, num_steps=2, num_evaluations=5)
     evaluations = run_once(make_setup(), config_of(base, "a"), SETTINGS, budget, 10).evaluations
     # Two steps for five evaluations: those of a step are the same.

@@ -145,7 +145,7 @@ def test_a_bootstrap_pass_of_failures_gives_the_initial_controllers(components, 
     assert through_json(after) == after
 
 
-def test_trigger_tokens_are_respected(components, config, prompts):
+def test_only_windows_behind_trigger_tokens_count(components, config, prompts):
     everywhere = run_bootstrap(components, config, prompts, Controllers())
     (components.run_dir / BOOTSTRAP_FILE).unlink()
     components.trigger_ids = frozenset({ord("a")})

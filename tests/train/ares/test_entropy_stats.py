@@ -25,7 +25,7 @@ def known(values):
     return {at: value for at, value in enumerate(values) if value == value}
 
 
-def test_windows_percentile_and_mean_by_hand():
+def test_statistics_hold_windows_percentile_and_mean_of_each_trajectory():
     entropy_stats = collect_entropy_stats([tree("p", path(1, [9, 1, 2, 3, 4, 5]))], None)
     assert known(entropy_stats.window_entropies[0].tolist()) == {0: 2.5, 1: 3.5}
     # Filled up with the mean of the two: 2.5 3 3 3 3 3.5, place 4.75 of 0..5.

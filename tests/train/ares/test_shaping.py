@@ -140,7 +140,7 @@ def test_the_first_step_starts_threshold_and_targets_and_shapes_nothing():
     assert after.mastery.correct_streaks == {"p": 0} and after.mastery.last_entropies == {"p": 2.5}
 
 
-def test_the_update_by_hand():
+def test_the_update_moves_targets_alphas_and_lambdas():
     trees = [tree("p", *[path(1, steady(6))] * 4, *[path(0, steady(8))] * 4)]
     state = replace(KNOWN, difficulty_by_prompt={"p": 1})
     step = started(trees, state)

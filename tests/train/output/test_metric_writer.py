@@ -74,7 +74,7 @@ def batch():
     return pack_trees([tree("p", path(1, steady(2)), path(0, steady(1)))])
 
 
-def test_tokens_of_responses_over_all_phases(config, batch):
+def test_speed_is_tokens_over_the_time_of_all_phases(config, batch):
     metrics = ThroughputMeter(config, "").step_metrics(batch, {"rollout": 1.5, "update": 0.5})
     num_tokens, num_prompt = int(batch.length_B.sum()), len(batch.prompt_ids[0])
     assert metrics == {

@@ -57,7 +57,7 @@ def run_dir(tmp_path):
     return folder
 
 
-def test_the_page_of_a_run(run_dir):
+def test_the_page_of_a_run_shows_its_evaluations_and_steps(run_dir):
     path = write_report(run_dir)
     assert path == run_dir / "report.html"
     blocks, page = blocks_of(path), path.read_text()
@@ -107,7 +107,7 @@ def test_tokens_have_the_texts_of_the_tokenizer(run_dir):
     assert "tokenizer" not in notes_of(path)
 
 
-def test_advantages_beside_the_trees(run_dir):
+def test_advantages_beside_the_trees_are_shown(run_dir):
     beside = run_dir / "rollouts/step_000002.advantages.json"
     beside.write_text(json.dumps({"set_0/0/0.1": -0.75}))
     tree = blocks_of(write_report(run_dir))["tree-1"]
@@ -138,7 +138,7 @@ def test_of_a_file_that_is_too_large_the_first_part_is_read(run_dir, monkeypatch
     assert taken["step_000002"] == [0, 1]
 
 
-def test_a_killed_run(run_dir, tmp_path):
+def test_a_killed_run_has_a_page_with_what_was_written(run_dir, tmp_path):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "rl", "step": 3, "roll')
     (run_dir / "config.yaml").unlink()
@@ -152,7 +152,7 @@ def test_a_killed_run(run_dir, tmp_path):
     assert "step_000002.jsonl:2" in notes_of(out) and "no config.yaml" in out.read_text()
 
 
-def test_a_run_without_trees(run_dir):
+def test_a_run_without_trees_has_a_page(run_dir):
     shutil.rmtree(run_dir / "rollouts")
     page = write_report(run_dir).read_text()
     assert 'id="rollouts"' not in page and "tokenizer" not in page

@@ -103,7 +103,7 @@ def test_a_batch_of_other_trees_is_refused(tree):
     assert "0 trajectories" in caught.value.expected
 
 
-def test_files(tmp_path):
+def test_advantages_are_written_beside_the_trees_and_read_back(tmp_path):
     trees_file = tmp_path / "rollouts/step_000001.jsonl"
     assert read_advantages(trees_file) == {}
     write_advantages(trees_file, {"a": 0.5, "b": -1.0})
