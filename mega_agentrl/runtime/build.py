@@ -37,6 +37,7 @@ from mega_agentrl.runtime.gpu_monitor import ClusterGpuMonitor
 from mega_agentrl.runtime.memory_monitor import ClusterMemoryMonitor, RemoteMemoryWatches
 from mega_agentrl.runtime.memory_watch import MemoryWatch
 from mega_agentrl.runtime.remote_calls import (
+    DEATHS,
     ModelRankDiedError,
     PolicyRankDiedError,
     ProcessDiedError,
@@ -206,7 +207,7 @@ def _start_driver_monitor(
     return start.stack.enter_context(
         DriverMonitor(
             loops,
-            MemoryWatch(start.log_folder, driver_pid=os.getpid()),
+            MemoryWatch(start.log_folder, driver_pid=os.getpid(), deaths=DEATHS),
             None if agents is None else partial(gateway_metrics, agents.gateway),
             remote,
         )

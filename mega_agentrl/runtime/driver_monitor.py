@@ -24,13 +24,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import queue
 import resource
 import threading
 from typing import TYPE_CHECKING, Protocol
 
 from mega_agentrl.estimate.host_memory import ResidentMemory
-from mega_agentrl.runtime.memory_watch import LimitAlarm
+from mega_agentrl.runtime.memory_watch import LimitAlarm, pop_all
 from mega_agentrl.runtime.remote_calls import RAY_MEMORY_KILLS
 from mega_agentrl.types.loop_watchdog import LoopWatchdog
 
@@ -126,7 +125,7 @@ class DriverMonitor:
                 is_new = self._files_alarm.check(1.0)
                 lines = [f"the driver cannot look at itself: {error}. {_RAISE_FILES}"] * is_new
         for line in lines:
-            _logger.warning("%s", line)
+            _logger.warning(line)  # its own template, so that the terminal omits none of them
 
     def _look(self) -> list[str]:
         """Measure once, and return the lines to report."""
@@ -138,7 +137,7 @@ class DriverMonitor:
                 f"{values['driver/open_files_fraction']:.0%} of its limit; at the limit it can "
                 f"neither open a file nor accept a connection. {_RAISE_FILES}"
             )
-        lines += self._memory.check(_pop_all(RAY_MEMORY_KILLS))
+        lines += self._memory.check(pop_all(RAY_MEMORY_KILLS))
         lines += self._remote.check() if self._remote is not None else []
         values["driver/memory_fraction"] = self._memory.fraction
         for name, value in values.items():
@@ -192,12 +191,3 @@ def _report_pause(place: str) -> None:
         PAUSE_LIMIT_S,
         place,
     )
-
-
-def _pop_all(names: queue.SimpleQueue[str]) -> list[str]:
-    popped = []
-    while True:
-        try:
-            popped.append(names.get_nowait())
-        except queue.Empty:
-            return popped

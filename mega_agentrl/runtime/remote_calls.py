@@ -36,6 +36,8 @@ The last three are not `RayActorError`s: Ray's memory monitor kills an actor wit
 
 RAY_MEMORY_KILLS: queue.SimpleQueue[str] = queue.SimpleQueue()
 """Names of the processes that Ray's memory monitor killed, for `driver_monitor` to report."""
+DEATHS: queue.SimpleQueue[str] = queue.SimpleQueue()
+"""Names of the processes that were found dead, for `memory_watch` to tell which one was first."""
 
 
 class RemoteCallError(RuntimeError):
@@ -172,8 +174,9 @@ def translate_call_errors(operation: str, name: str) -> Iterator[None]:
 def describe_death(name: str, error: BaseException) -> str:
     """Return how a process died according to one of `DEATH_ERRORS`.
 
-    If Ray's memory monitor killed it, its name is added to `RAY_MEMORY_KILLS`.
+    Its name is added to `DEATHS` and, if Ray's memory monitor killed it, to `RAY_MEMORY_KILLS`.
     """
+    DEATHS.put(name)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         RAY_MEMORY_KILLS.put(name)
         return f"{name} was killed by Ray's memory monitor: {_first_line(error)}"

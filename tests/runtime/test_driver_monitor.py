@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mega_agentrl.report.terminal_warnings import TerminalWarnings
 from mega_agentrl.rollout.gateway.server import Gateway
 from mega_agentrl.runtime import driver_monitor as module
 from mega_agentrl.runtime.driver_monitor import DriverMonitor, gateway_metrics
@@ -104,6 +105,19 @@ def test_lines_of_this_and_of_other_machines_are_logged_up_to_the_end(caplog):
         RAY_MEMORY_KILLS.put("engine 0")
         remote.lines = ["killed on another machine"]
     assert lines_of(caplog) == ["killed engine 0", "killed on another machine"]
+
+
+def test_every_line_reaches_the_terminal_however_soon_it_follows_another(capsys):
+    logger, handler = logging.getLogger(module.__name__), TerminalWarnings()
+    logger.addHandler(handler)
+    try:
+        for name in ("engine 0", "95 % of policy rank 1"):
+            RAY_MEMORY_KILLS.put(name)
+            DriverMonitor({}, Memory()).look()
+    finally:
+        logger.removeHandler(handler)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["warning: killed engine 0", "warning: killed 95 % of policy rank 1"]
 
 
 def test_gateways_use_has_a_metric():

@@ -1,5 +1,6 @@
 """One line says that memory is nearly full, or what was killed for it; no line comes twice."""
 
+import queue
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -28,7 +29,8 @@ class Machine:
         self.used, self.num_kills, self.now_s, self.num_scans = 5, 7, 0.0, 0
         self.sizes = {1: ("driver", 1), 2: ("policy-rank0", 2), 3: ("engine0", 3)}
         self.sizes |= {4: ("sandboxes", 1)}
-        clock = {"read": self.scan, "clock": lambda: self.now_s}
+        self.deaths = queue.SimpleQueue()
+        clock = {"read": self.scan, "clock": lambda: self.now_s, "deaths": self.deaths}
         self.watch = MemoryWatch(Path("logs"), driver_pid=1, limits=self, **clock)
 
     def read(self):
@@ -67,7 +69,7 @@ def test_nearly_full_memory_is_one_line_with_the_use_of_each_process(machine):
     (line,) = machine.look()
     assert "9.0 of 10.0 GiB (90%) of this machine" in line
     assert "engine0 3.00 GiB, policy-rank0 2.00 GiB, driver 1.00 GiB, sandboxes 1.00 GiB" in line
-    assert line.endswith("Lower engine.cpu_kv_cache_gib or engine.max_num_seqs")
+    assert "Lower engine.cpu_kv_cache_gib or engine.max_num_seqs. " in line
     assert machine.look() == []
     assert machine.watch.fraction == 0.9
 
@@ -78,10 +80,65 @@ def test_process_killed_by_the_kernel_is_named_with_the_use_before(machine):
     del machine.sizes[3]
     (line,) = machine.look()
     assert "killed by the kernel for lack of memory" in line
-    assert ": engine0 3.00 GiB. The run's processes" in line
+    assert "such kills: engine0 3.00 GiB. Lower engine." in line
     assert "engine0 3.00 GiB, policy-rank0 2.00 GiB, driver" in line
     assert machine.watch.num_kills == 1
     assert [machine.look() for _ in range(10)] == [[]] * 10
+
+
+def test_ranks_that_the_run_ends_after_a_kill_are_not_named_as_killed(machine):
+    machine.sizes[5] = ("policy-rank1", 2)
+    machine.look(after_s=SCAN_INTERVAL_S)
+    machine.num_kills += 1
+    machine.deaths.put("policy rank 1")
+    del machine.sizes[2], machine.sizes[5]
+    (line,) = machine.look()
+    assert "such kills: policy-rank1 2.00 GiB. Lower" in line
+    assert "policy-rank0 2.00 GiB, policy-rank1 2.00 GiB" in line, "the use before"
+
+
+def test_kill_among_several_that_are_gone_is_one_of_them_unless_its_death_was_noticed(machine):
+    machine.deaths.put("critic rank 0")
+    machine.num_kills += 1
+    del machine.sizes[2], machine.sizes[3]
+    (line,) = machine.look()
+    assert "such kills: 1 of engine0 3.00 GiB, policy-rank0 2.00 GiB. Lower" in line
+
+
+def test_all_processes_are_named_if_the_kernel_killed_as_many(machine):
+    machine.deaths.put("engine 0")
+    machine.num_kills += 2
+    del machine.sizes[2], machine.sizes[3]
+    (line,) = machine.look()
+    assert "such kills: engine0 3.00 GiB, policy-rank0 2.00 GiB. Lower" in line
+
+
+@pytest.mark.parametrize(
+    ("process", "log"),
+    [
+        ("engine 12", "engine12"),
+        ("policy rank 3", "policy-rank3"),
+        ("reward model rank 0", "reward-rank0"),
+        ("sandbox host 1 (node 10.0.0.1, process 7)", "sandbox-host1"),
+    ],
+    ids=["engine", "policy", "reward", "sandboxes"],
+)
+def test_noticed_death_is_that_of_the_process_with_this_log(process, log, machine):
+    machine.sizes |= {5: (log, 1), 6: ("critic-rank0", 9)}
+    machine.look(after_s=SCAN_INTERVAL_S)
+    machine.deaths.put(process)
+    machine.num_kills += 1
+    del machine.sizes[5], machine.sizes[6]
+    (line,) = machine.look()
+    assert f"such kills: {log} 1.00 GiB. Lower" in line
+
+
+def test_a_line_names_the_largest_of_many_processes(machine):
+    machine.sizes = {pid: (f"policy-rank{pid}", 100 - pid) for pid in range(20)}
+    machine.used = 9
+    (line,) = machine.look()
+    assert "policy-rank7 93.00 GiB, 12 others 1038.00 GiB" in line
+    assert "policy-rank8 " not in line
 
 
 def test_process_that_ends_without_a_kill_is_no_line(machine):
@@ -97,11 +154,11 @@ def test_kills_in_sandboxes_are_one_line_from_time_to_time(machine):
         for _ in range(NUM_LOOKS_AFTER_KILL):
             lines += machine.look()
         machine.sizes[4 + number] = ("sandboxes", 1)
-    assert len(lines) == 1 and "killed 2 processes" in lines[0]
+    assert len(lines) == 1 and ": 2 of the machine's processes" in lines[0]
     machine.num_kills += 1
     machine.now_s += SANDBOX_LINE_INTERVAL_S
     lines = [line for _ in range(NUM_LOOKS_AFTER_KILL) for line in machine.look()]
-    assert len(lines) == 1 and "killed 5 processes" in lines[0]
+    assert len(lines) == 1 and ": 5 of the machine's processes" in lines[0]
     assert machine.watch.num_kills == 7
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import ray
 
+from mega_agentrl.runtime.memory_watch import pop_all
 from mega_agentrl.runtime.remote_calls import (
+    DEATHS,
     RAY_MEMORY_KILLS,
     ProcessDiedError,
     RemoteCallError,
@@ -121,13 +123,13 @@ def test_output_of_the_process_and_its_children_goes_to_the_file(tmp_path):
     ids=["memory", "node", "actor", "worker"],
 )
 def test_process_is_dead_whatever_ray_calls_its_death(error):
-    while not RAY_MEMORY_KILLS.empty():
-        RAY_MEMORY_KILLS.get()
+    pop_all(RAY_MEMORY_KILLS), pop_all(DEATHS)
     with pytest.raises(ProcessDiedError) as caught, translate_call_errors("update", "rank 1"):
         raise error
     assert (caught.value.operation, caught.value.process_name) == ("update", "rank 1")
     is_memory = isinstance(error, ray.exceptions.OutOfMemoryError)
-    assert RAY_MEMORY_KILLS.qsize() == is_memory
+    assert pop_all(RAY_MEMORY_KILLS) == ["rank 1"] * is_memory
+    assert pop_all(DEATHS) == ["rank 1"]
     assert ("killed by Ray's memory monitor" in str(caught.value)) is is_memory
     assert "\n" not in str(caught.value)
 

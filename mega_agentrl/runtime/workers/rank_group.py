@@ -22,6 +22,7 @@ from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
     ProcessDiedError,
     RemoteCallError,
+    describe_death,
     gather,
     redirect_output,
 )
@@ -241,26 +242,27 @@ class RankGroup:
         if isinstance(error, ProcessDiedError) and error.process_name.startswith(self.model_name):
             return ModelRankDiedError(str(error), error.process_name, error.operation)
         if dead := self._find_dead_ranks():
-            message = f"{', '.join(dead)} died; {error}"
-            return ModelRankDiedError(message, dead[0], error.operation)
+            message = f"{error}; the cause: {'; '.join(dead.values())}"
+            return ModelRankDiedError(message, next(iter(dead)), error.operation)
         if self._heartbeat_monitor is None or isinstance(error, ProcessDiedError):
             return error
         message = f"{error}\nLast activities of the ranks: {self._heartbeat_monitor.describe()}"
         return RemoteCallError(message, error.operation, error.processes)
 
-    def _find_dead_ranks(self) -> list[str]:
+    def _find_dead_ranks(self) -> dict[str, str]:
+        """Return how each dead rank died, by its name in alphabetical order."""
         calls = {
             actor.find_free_address.remote(): self.rank_name(k)
             for k, actor in enumerate(self._actors)
         }
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_DEAD_RANK_WAIT_S)
-        dead = []
+        dead = {}
         for call in ready:
             try:
                 ray.get(call)
-            except DEATH_ERRORS:
-                dead.append(calls[call])
-        return sorted(dead)
+            except DEATH_ERRORS as error:
+                dead[calls[call]] = describe_death(calls[call], error)
+        return dict(sorted(dead.items()))
 
     def rank_name(self, rank: int) -> str:
         """Return the name of a rank in errors."""

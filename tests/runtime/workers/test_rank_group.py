@@ -13,7 +13,13 @@ from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime import heartbeat
-from mega_agentrl.runtime.remote_calls import ProcessDiedError, RemoteCallError
+from mega_agentrl.runtime.memory_watch import pop_all
+from mega_agentrl.runtime.remote_calls import (
+    RAY_MEMORY_KILLS,
+    ModelRankDiedError,
+    ProcessDiedError,
+    RemoteCallError,
+)
 from mega_agentrl.runtime.workers import rank_group
 from mega_agentrl.runtime.workers.placement import Placement
 from mega_agentrl.runtime.workers.rank_group import (
@@ -137,6 +143,25 @@ def test_silent_and_stopped_ranks_are_named_and_replaced(group, monkeypatch):
     answers_after = group.gather("talk", group.submit_to_ranks("say", "a"))
     assert list(answers_after.values()) == ["0: a", "1: a"]
     assert not wait_until_gone(pids, 300)  # a stopped process, too
+
+
+def test_rank_that_rays_memory_monitor_killed_is_named_though_its_peer_failed_first(monkeypatch):
+    def get(call):
+        if call == 1:
+            raise ray.exceptions.OutOfMemoryError("1 worker(s) were killed")
+
+    def actor(rank):
+        return SimpleNamespace(find_free_address=SimpleNamespace(remote=lambda: rank))
+
+    pop_all(RAY_MEMORY_KILLS)
+    monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
+    monkeypatch.setattr(ray, "get", get)
+    group = EchoGroup([actor(0), actor(1)], TrainConfig())
+    first = RemoteCallError("connection reset by peer", "update", ("echo model rank 0",))
+    error = group.diagnose(first)
+    assert isinstance(error, ModelRankDiedError)
+    assert (error.process_name, error.operation) == ("echo model rank 1", "update")
+    assert pop_all(RAY_MEMORY_KILLS) == ["echo model rank 1"]
 
 
 @pytest.mark.extended
