@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from mega_agentrl.tool.call_protocol.json_text import has_many_values
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -26,6 +28,18 @@ async def call_in_thread(
     """Call a function in one of the threads, and return what it returns."""
     call = partial(function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_executor(), call)
+
+
+async def call_on_arguments(
+    arguments: object, function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
+) -> ResultT:
+    """Call a function whose work grows with the arguments of a tool call.
+
+    It runs in one of the threads if these have many values, and otherwise at once.
+    """
+    if has_many_values(arguments):
+        return await call_in_thread(function, *args, **kwargs)
+    return function(*args, **kwargs)
 
 
 @cache

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega_agentrl.errors import InputError
 from mega_agentrl.tool.base import ToolInputError, ToolResponse
+from mega_agentrl.tool.blocking_calls import call_on_arguments
 from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
@@ -145,7 +146,8 @@ class TrajectoryToolSession:
             return _outcome_without_run(tool, text, is_invalid_call=True)
         registered = self._tools[tool]
         try:
-            checked_arguments = registered.schema.validate_arguments(arguments)
+            check = registered.schema.validate_arguments
+            checked_arguments = await call_on_arguments(arguments, check, arguments)
         except ToolInputError as error:
             return _outcome_without_run(tool, self._escape(str(error)), is_invalid_call=True)
         except Exception as error:  # noqa: BLE001  a schema of others can make the check fail

@@ -109,7 +109,7 @@ def _unix_lines(text: str) -> str:
 def _normalize_numbers(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Return a JSON value with its numbers as JavaScript reads and writes them.
 
-    Whole floats become integers, and integers are rounded to doubles. What is nested more deeply
+    Whole floats up to `MAX_EXACT_INT` become integers, and larger integers doubles. What is nested more deeply
     than `depth` becomes null.
     """
     if isinstance(value, dict | list) and not depth:
@@ -120,7 +120,7 @@ def _normalize_numbers(value: Any, depth: int = MAX_DEPTH) -> Any:
         return [_normalize_numbers(item, depth - 1) for item in value]
     if isinstance(value, int) and abs(value) > MAX_EXACT_INT:
         value = _nearest_double(value)
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT_INT:
         return int(value)
     return value
 

@@ -22,6 +22,14 @@ MAX_VALUES_PER_TOKEN = 16
 """Values of a JSON body for each token of `engine.max_model_len`. A value takes one token at least
 where it is shown, and about 100 bytes of memory."""
 
+MAX_COLONS_PER_TOKEN = 1
+"""Colons of a JSON body for each token of `engine.max_model_len`; each key has one. Decoding a key
+takes up to 0.4 us, in which no thread can run. In a conversation a key takes more than one token,
+and text has far fewer colons."""
+
+MIN_COUNT = 1 << 16
+"""The bounds of colons and digits are not lower than this: so many keys take about 20 ms."""
+
 MIN_TOKENS = 4096
 """The two bounds are not lower for a model with a shorter context, which may be sent many tools."""
 
@@ -39,25 +47,48 @@ MAX_ARGUMENT_BYTES = 1 << 20
 """Size of the arguments of a call of the run's own tools. The calls that the policy samples are far
 shorter."""
 
+MAX_ESCAPES_PER_TOKEN = 2 * MAX_CHARS_PER_TOKEN
+"""Backslashes of a JSON body for each token: a character has at most two, as a surrogate pair."""
+
+MAX_LONG_DIGITS_PER_TOKEN = 4
+"""Digits in numbers of `_LONG_DIGITS` and more, for each token; a token has up to three digits.
+Decoding takes time that grows with the square of such a number."""
+
 _SEPARATORS = b",[{"
+_LONG_DIGITS = 100
+_DIGITS_AS_ONES = bytes(49 if 48 <= byte <= 57 else 32 for byte in range(256))
 
 
-def check_num_values(body: bytes | bytearray, max_model_len: int) -> None:
-    """Check the number of values of a JSON body before it is decoded.
+def check_decoding_work(body: bytes | bytearray, max_model_len: int) -> None:
+    """Check what the decoding of a JSON body costs, before it is decoded.
 
-    Commas within texts count as well.
+    No thread can run while it is. What stands within texts counts as well.
 
     Raises:
-        GatewayError: there are more than any conversation has that fits into the context.
+        GatewayError: there is more than any conversation has that fits into the context.
     """
-    limit = MAX_VALUES_PER_TOKEN * max(max_model_len, MIN_TOKENS)
-    num_values = sum(body.count(separator) for separator in _SEPARATORS)
-    if num_values > limit:
-        raise GatewayError(
-            ErrorKind.context_length,
-            f"body: got {num_values} commas and brackets, expected at most {limit}, more than fit "
-            f"into the context length of the model, {max_model_len} tokens",
+    num_tokens = max(max_model_len, MIN_TOKENS)
+    counts = {
+        "commas and brackets": (
+            sum(body.count(separator) for separator in _SEPARATORS),
+            MAX_VALUES_PER_TOKEN * num_tokens,
+        ),
+        "colons": (body.count(b":"), max(MAX_COLONS_PER_TOKEN * num_tokens, MIN_COUNT)),
+    }
+    if len(body) > MIN_COUNT:
+        ones = body.translate(_DIGITS_AS_ONES).count(b"1" * _LONG_DIGITS)
+        counts["backslashes"] = body.count(b"\\"), MAX_ESCAPES_PER_TOKEN * num_tokens
+        counts["digits of long numbers"] = (
+            _LONG_DIGITS * ones,
+            max(MAX_LONG_DIGITS_PER_TOKEN * num_tokens, MIN_COUNT),
         )
+    for what, (got, limit) in counts.items():
+        if got > limit:
+            raise GatewayError(
+                ErrorKind.context_length,
+                f"body: got {got} {what}, expected at most {limit}, more than fit into the context "
+                f"length of the model, {max_model_len} tokens",
+            )
 
 
 def decoding_work(num_bytes: int, num_objects: int) -> int:

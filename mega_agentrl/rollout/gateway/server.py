@@ -34,7 +34,11 @@ from mega_agentrl.rollout.gateway.dialects.openai_responses import OpenAIRespons
 from mega_agentrl.rollout.gateway.http_log import HttpLog
 from mega_agentrl.rollout.gateway.ignored_fields import IgnoredFields
 from mega_agentrl.rollout.gateway.limits import GatewayUsage, SharedResources, in_flight_budget
-from mega_agentrl.rollout.gateway.request_size import MAX_ARGUMENT_BYTES, check_num_values
+from mega_agentrl.rollout.gateway.request_size import (
+    MAX_ARGUMENT_BYTES,
+    check_decoding_work,
+    decoding_work,
+)
 from mega_agentrl.rollout.gateway.session import AgentSession
 from mega_agentrl.rollout.gateway.settings import GatewaySettings
 
@@ -265,8 +269,9 @@ class Gateway:
     ) -> web.StreamResponse:
         with session.entering():
             async with self._received(http, key, MAX_ARGUMENT_BYTES) as body:
-                check_num_values(body, 0)
-                arguments = decode_body(body, dict)
+                check_decoding_work(body, 0)
+                decode = partial(decode_body, body, dict)
+                arguments = await self._shared.threads.run(decoding_work(len(body), 0), decode)
         outcome = await session.call_tool(http.match_info["tool"], arguments)
         return _json_response({"answer": outcome.answer, "status": str(outcome.status)})
 
@@ -359,8 +364,8 @@ async def _read_body(http: web.Request, limit: int) -> Body:
 
 
 def _read(parse: Callable[[Body], ChatRequest], body: Body, session: AgentSession) -> ChatRequest:
-    """Return the request of a body, whose number of values is checked first."""
-    check_num_values(body, session.scope.context.max_model_len)
+    """Return the request of a body, the cost of whose decoding is checked first."""
+    check_decoding_work(body, session.scope.context.max_model_len)
     return parse(body)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.gateway.matching import call_key
+from mega_agentrl.tool.blocking_calls import call_on_arguments
 from mega_agentrl.types.records import ToolStatus
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class SessionTools:
         Raises:
             RuntimeError: the tools cannot be created, or could not be copied at the fork.
         """
-        key = call_key(name, arguments)
+        key = await call_on_arguments(arguments, call_key, name, arguments)
         recorded = self._recorded.get(key)
         if recorded:
             return recorded.popleft()

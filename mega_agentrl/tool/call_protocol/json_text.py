@@ -10,6 +10,10 @@ MAX_DEPTH = 64
 """Nesting of lists and objects in a call, its own object included; checks and encoders of deeper
 ones could run out of stack."""
 
+MAX_LOOP_VALUES = 1000
+"""Values of arguments up to which the event loop itself works on them: at 1 to 10 us each less than
+10 ms. Usual arguments have fewer than ten."""
+
 _MAX_ENCODINGS = 3
 
 
@@ -65,6 +69,23 @@ def check_depth(value: Any) -> None:
     raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
+def has_many_values(value: Any) -> bool:
+    """Return whether a value of JSON has more than `MAX_LOOP_VALUES` values, texts of keys aside.
+
+    Of larger ones it looks at the first only.
+    """
+    num_values = 1
+    stack = [value] if isinstance(value, dict | list) else []
+    while stack:
+        item = stack.pop()
+        children = item.values() if isinstance(item, dict) else item
+        num_values += len(children)
+        if num_values > MAX_LOOP_VALUES:
+            return True
+        stack += [child for child in children if isinstance(child, dict | list)]
+    return False
+
+
 def without_surrogates(value: Any) -> Any:
     """Return a value of JSON with `?` for each half of a surrogate pair, which no file can hold."""
     text = json.dumps(value, ensure_ascii=False)
@@ -79,11 +100,12 @@ def _reject_constant(constant: str) -> Any:
     raise ValueError(f"{constant} is not a JSON value")
 
 
-def _parse_float(text: str) -> float:
+def parse_float(text: str) -> float:
+    """Return the number of a JSON text; raises `ValueError` for one that no double represents."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError("a number is too large")
     return value
 
 
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant, parse_float=_parse_float)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_reject_constant, parse_float=parse_float)

@@ -8,12 +8,16 @@ import json
 import threading
 
 import aiohttp
+import msgspec
 import pytest
 
 from mega_agentrl.rollout.gateway import limits, server, session, work_threads
 from mega_agentrl.rollout.gateway.chat import ChatRequest, ErrorKind, GatewayError
+from mega_agentrl.rollout.gateway.dialects import base
 from mega_agentrl.rollout.gateway.limits import ByteBudget, SharedResources
+from mega_agentrl.rollout.gateway.request_size import check_decoding_work
 from mega_agentrl.rollout.gateway.session import MAX_RUNNING_REQUESTS, AgentSession
+from mega_agentrl.tool.call_protocol.json_text import parse_float
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script
 from tests.rollout.gateway.gateway_run import make_session_scope, open_gateway
@@ -22,6 +26,10 @@ from tests.rollout.gateway.test_bad_requests import BODIES, PoliteEngine, check_
 PATHS = pytest.mark.parametrize("path", BODIES, ids=["chat", "responses", "anthropic"])
 CHAT, RESPONSES, ANTHROPIC = BODIES
 COUNT = f"{ANTHROPIC}/count_tokens"
+
+
+class _Numbers(msgspec.Struct):
+    top_p: float
 
 
 class HeldEngine(PoliteEngine):
@@ -317,6 +325,42 @@ async def test_number_of_values_is_checked_before_a_body_is_decoded(codec, path)
     check_error_form(path, status, body)
     assert "commas and brackets" in json.loads(body)["error"]["message"]
     assert usage.bytes_held == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        pytest.param(b"1," * (1 << 17), "commas and brackets", id="values"),
+        pytest.param(b'"k":1' * (1 << 17), "colons", id="keys"),
+        pytest.param(rb"\u00e9" * (1 << 18), "backslashes", id="escapes"),
+        pytest.param(b"1" * 4000 + b" " + b"2" * (1 << 17), "digits of long numbers", id="digits"),
+    ],
+)
+def test_cost_of_decoding_is_bounded_by_the_context_length(value, what):
+    for body in (value, bytearray(value)):
+        with pytest.raises(GatewayError) as caught:
+            check_decoding_work(body, 1000)
+        assert caught.value.kind is ErrorKind.context_length
+        assert f" {what}," in str(caught.value)
+        check_decoding_work(body, 1 << 20)
+    check_decoding_work(value[: len(value) // 16], 1000)
+
+
+@pytest.mark.parametrize("body_type", [dict, _Numbers], ids=["untyped", "typed"])
+def test_numbers_are_read_where_other_threads_can_run(monkeypatch, body_type):
+    numbers = []
+    decoder = msgspec.json.Decoder(float_hook=lambda text: numbers.append(text) or float(text))
+    assert base._DECODER.float_hook is parse_float
+    monkeypatch.setattr(base, "_DECODER", decoder)
+    body = base.decode_body(b'{"top_p":1e308,"top_p":1.7e308}', body_type)
+    assert numbers == ["1e308", "1.7e308"]
+    assert (body["top_p"] if body_type is dict else body.top_p) == 1.7e308
+
+
+def test_number_that_no_double_represents_is_refused():
+    with pytest.raises(GatewayError) as caught:
+        base.decode_body(b'{"a":[1e400]}', dict)
+    assert caught.value.kind is ErrorKind.invalid_request
 
 
 async def test_arguments_of_a_tool_have_bounds_of_their_own(codec):

@@ -16,7 +16,7 @@ from mega_agentrl.rollout.gateway.chat import (
     index_of_call,
     invalid_request,
 )
-from mega_agentrl.tool.call_protocol.json_text import decode_nested
+from mega_agentrl.tool.call_protocol.json_text import decode_nested, parse_float
 from mega_agentrl.types.records import ToolCall
 from mega_agentrl.vision.placeholders import content_text
 
@@ -44,6 +44,8 @@ _TEMPLATE_ARGUMENTS = (
 """Arguments of the function that renders a chat template, which are no variables of it."""
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ENCODER = msgspec.json.Encoder()
+_DECODER = msgspec.json.Decoder(float_hook=parse_float)
+"""msgspec's own decoding of numbers such as 1e308 takes 20 us each, in which no thread can run."""
 _JPEG_OR_PNG = "an image as a data URL, `data:image/png;base64,...`"
 
 
@@ -80,8 +82,9 @@ def decode_body(body: Body, body_type: type[BodyT]) -> BodyT:
         GatewayError: it is not JSON, or a field has another type; the message names the field.
     """
     try:
-        return msgspec.json.decode(body, type=body_type)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        # Fields of a type `float` would be decoded by msgspec, as often as they are repeated.
+        return msgspec.convert(_DECODER.decode(body), body_type)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as error:
         is_split = isinstance(error, msgspec.DecodeError) and b"\\ud" in body.lower()
         cause = "; probable cause: half a surrogate pair" if is_split else ""
         raise GatewayError(ErrorKind.invalid_request, f"body: {error}{cause}") from error
