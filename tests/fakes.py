@@ -240,6 +240,8 @@ class FakeSession:
     provider: FakeTools
     history: list = field(default_factory=list)
     released: int = 0
+    on_wait: Callable = lambda waits: None
+    """on_wait(waits): what `watch_waits` was given last."""
 
     async def create(self, tools_kwargs):
         self.provider.sessions.append(self)
@@ -251,6 +253,9 @@ class FakeSession:
         status = self.provider.status(arguments["text"])
         answer = self.provider.answer(arguments["text"])
         return ToolOutcome(tool=tool, status=status, answer=answer, latency_s=0.5)
+
+    def watch_waits(self, on_change):
+        self.on_wait = on_change
 
     async def fork(self):
         await self.provider.wait()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import Branching
 from mega_agentrl.rollout.branching.policy import NoBranching, make_branch_policy
+from mega_agentrl.rollout.clock import SamplingSpeed
 from mega_agentrl.rollout.io.nodes import format_path
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class RolloutContext:
     """Loads images and checks those of tools; None for a model of text."""
     agents: AgentHost | None = None
     """The user's agent; None samples with the native loop."""
+    sampling_speed: SamplingSpeed = field(default_factory=SamplingSpeed)
+    """How fast the engines sample in this pass, which clocks of trajectories compare."""
 
     @property
     def is_lockstep(self) -> bool:

@@ -14,6 +14,7 @@ An image that cannot be loaded, for example because its file was deleted, raises
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -44,6 +45,8 @@ MAX_TRAJECTORY_BYTES = 256 * _MIB
 it is trained on: 80 screenshots of 3 MiB."""
 
 _NUM_THREADS = 4
+
+_log = logging.getLogger(__name__)
 
 
 class RolloutImages:
@@ -246,11 +249,14 @@ async def check_answers(
             held += size
             checked.append(await images.check_answer(outcome))
         return checked
+    return [_without_images(outcome) if outcome.images else outcome for outcome in outcomes]
+
+
+def _without_images(outcome: ToolOutcome) -> ToolOutcome:
+    """Return the error that the policy of a model of text reads; it may have asked for images."""
     text = "the answer has images, expected text: model.path has no vision tower"
-    return [
-        _error(outcome, ToolStatus.infra_error, text) if outcome.images else outcome
-        for outcome in outcomes
-    ]
+    _log.warning("tool %s: %s", outcome.tool, text)
+    return _error(outcome, ToolStatus.user_error, text)
 
 
 def _error(outcome: ToolOutcome, status: ToolStatus, text: str) -> ToolOutcome:

@@ -1,8 +1,8 @@
 """One trajectory as one asyncio task: a state machine from `pending` to `completed` or `failed`.
 
 The task waits for the engine (`generating`), the tools (`tool_calling`) and the simulated user
-(`interacting`), which have their own deadlines. When it is cancelled or exceeds
-`rollout.trajectory_timeout_s`, it aborts the running request and releases tools and user.
+(`interacting`), which have their own deadlines. When it is cancelled or its time is over (`clock`),
+it aborts the running request and releases tools and user.
 
 A turn samples until a closing tag, the end of the turn or the token budget, runs the calls that
 the turn makes, and appends their answers with loss mask 0. With the tag protocol an answer
@@ -16,6 +16,9 @@ Budgets are exact. Tool answers count towards the token budget, and answers that
 truncated with a note. `rollout.max_tool_calls` counts calls including invalid ones: if a turn
 makes more calls than are left, the first ones run and the others are answered with a refusal. If
 none is left, the turn that calls is the last one. No call runs whose answer cannot be shown.
+
+If the policy has used up `rollout.trajectory_timeout_s`, the trajectory ends as at another limit:
+what it has sampled stays, and it is scored. If the run has used it up, the trajectory has failed.
 
 Infrastructure errors of engine, tools or user end the trajectory as failed; for tools and user
 the outcome is recorded as a last turn without tokens. Other exceptions are bugs and propagate.
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.config.enums import InvalidCallAction
 from mega_agentrl.rollout.branching.fork import ForkDecider, fork_sessions
+from mega_agentrl.rollout.clock import TrajectoryClock
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.conversation.tool_calls import call_limit_outcome, run_tool_calls
 from mega_agentrl.rollout.conversation.writer import ConversationWriter
@@ -87,8 +91,8 @@ class ForkSnapshot:
     """Number of most recent consecutive decisions on the path that forked."""
     user_session: InteractionSession | RuntimeError | OSError | None = None
     """Forked user, or the error that forking it raised; None without a user."""
-    deadline_s: float | None = None
-    """Event-loop time at which `rollout.trajectory_timeout_s` is over; None without a limit."""
+    clock: TrajectoryClock | None = None
+    """The parent's time so far, with which the fork goes on; None begins anew."""
     context_resets: tuple[ContextReset, ...] = ()
 
 
@@ -130,8 +134,12 @@ class TrajectoryRunner:
         self._fork_len = len(self._token_buffer)
         context_resets = snapshot.context_resets if snapshot else ()
         parent_id = snapshot.parent_id if snapshot else None
+        limit_s = context.config.trajectory_timeout_s
+        clock = snapshot.clock if snapshot else None
+        self._clock = clock or TrajectoryClock(limit_s, context.sampling_speed)
         self._turn_generator = TurnGenerator(
-            context, prompt, prompt_key, path, self._token_buffer, context_resets, parent_id
+            *(context, prompt, prompt_key, path, self._token_buffer, context_resets, parent_id),
+            clock=self._clock,
         )
         self._spans = self._turn_generator.spans
         self._conversation_writer = ConversationWriter(
@@ -143,7 +151,6 @@ class TrajectoryRunner:
         self._user_session: InteractionSession | None = None
         if snapshot and not isinstance(snapshot.user_session, INFRA_ERRORS):
             self._user_session = snapshot.user_session
-        self._deadline_s = snapshot.deadline_s if snapshot else None
         self._num_calls = snapshot.num_calls if snapshot else 0
         self._baseline_entropy = snapshot.baseline_entropy if snapshot else None
         self._tool_rewards: dict[str, float] = {}
@@ -159,7 +166,7 @@ class TrajectoryRunner:
         """Sample to the end; tools and user are released in any case."""
         self._spans.start()
         try:
-            stop_reason = await self._run_with_timeout()
+            stop_reason = await self._run_to_end()
         except BaseException:
             self._spans.mark_cancelled()
             raise
@@ -204,7 +211,7 @@ class TrajectoryRunner:
             token_buffer=self._token_buffer.prefix(position),
             tool_session=session,
             user_session=user,
-            deadline_s=None,  # the saved deadline is that of the ended path
+            clock=None,  # the saved one is that of the ended path
         )
         self._start_fork(copied, budget)
 
@@ -219,24 +226,18 @@ class TrajectoryRunner:
             except INFRA_ERRORS as error:
                 _log.warning("%s: release failed: %s", self.trajectory_id, error)
 
-    async def _run_with_timeout(self) -> StopReason:
-        limit_s = self._context.config.trajectory_timeout_s
-        if limit_s and self._deadline_s is None:
-            self._deadline_s = asyncio.get_running_loop().time() + limit_s
-        clock = asyncio.timeout_at(self._deadline_s)
+    async def _run_to_end(self) -> StopReason:
         try:
-            async with clock:
-                stop_reason = await self._run_turns()
+            stop_reason = await self._run_in_time()
+            if not stop_reason.is_failure:
+                await self._calc_rewards()
         except RankLostError:
             raise  # the whole run goes back to its last checkpoint
         except INFRA_ERRORS as error:
             is_request = self.state is TrajectoryState.generating
             stop_reason = request_failure(error) if is_request else StopReason.tool_failure
-            if clock.expired():
-                stop_reason = StopReason.trajectory_timeout
             _log.warning("%s: %s: %s", self.trajectory_id, stop_reason, error)
-            if len(self._token_buffer) > self._token_buffer.open_turn_start:
-                self._close_turn()
+            self._close_cut_turn()
             if isinstance(error, ToolSessionError):
                 is_user = self.state is TrajectoryState.interacting
                 self._conversation_writer.write_hidden_outcomes(
@@ -246,19 +247,43 @@ class TrajectoryRunner:
         self.state = TrajectoryState.failed if failed else TrajectoryState.completed
         return stop_reason
 
+    async def _run_in_time(self) -> StopReason:
+        """Run the turns until they or the time of the trajectory end."""
+        clock, loop = self._clock, asyncio.get_running_loop()
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                clock.start(lambda: scope.reschedule(loop.time()))
+                return await self._run_turns()
+        except TimeoutError:
+            if not scope.expired():
+                raise
+        finally:
+            clock.stop()
+            self._spans.end_turn()
+        self._close_cut_turn()
+        by_policy = clock.is_policys
+        level = logging.INFO if by_policy else logging.WARNING
+        message = "%s: its time is over: %.1f s of the policy, %.1f s of the run"
+        _log.log(level, message, self.trajectory_id, clock.policy_s, clock.run_s)
+        return StopReason.time_limit if by_policy else StopReason.trajectory_timeout
+
     async def _run_turns(self) -> StopReason:
         session = await self._open_sessions()
         stop_reason: StopReason | None = None
         while stop_reason is None:
             stop_reason = await self._run_turn(session)
-        self._spans.end_turn()
-        if not stop_reason.is_failure:
-            self.state = TrajectoryState.tool_calling
-            self._tool_rewards = await self._spans.trace_wait("reward", session.calc_reward())
-            if self._user_session is not None:
-                self.state = TrajectoryState.interacting
-                self._tool_rewards |= await self._user_session.calc_reward()
         return stop_reason
+
+    async def _calc_rewards(self) -> None:
+        """Ask tools and user for the rewards of a trajectory that has not failed."""
+        assert self._tool_session is not None
+        self.state = TrajectoryState.tool_calling
+        calculation = self._tool_session.calc_reward()
+        self._tool_rewards = await self._spans.trace_wait("reward", calculation)
+        if self._user_session is not None:
+            self.state = TrajectoryState.interacting
+            self._tool_rewards |= await self._user_session.calc_reward()
 
     async def _open_sessions(self) -> ToolSession:
         """Create tools and user, or take over those of the fork snapshot."""
@@ -268,8 +293,10 @@ class TrajectoryRunner:
                 if isinstance(session, INFRA_ERRORS):
                     raise session
             assert self._tool_session is not None
+            self._tool_session.watch_waits(self._clock.note_waiting)
             return self._tool_session
         self._tool_session = context.tools.open_session()
+        self._tool_session.watch_waits(self._clock.note_waiting)
         await self._spans.trace_wait("tools", self._tool_session.create(self._prompt.tools_kwargs))
         if self._prompt.images:
             assert context.images is not None, f"{self.trajectory_id}: images without a loader"
@@ -381,7 +408,7 @@ class TrajectoryRunner:
             baseline_entropy=self._baseline_entropy,
             num_consecutive_forks=self._fork_decider.num_consecutive_forks,
             user_session=user,
-            deadline_s=self._deadline_s,
+            clock=self._clock.fork(),
             context_resets=self._turn_generator.context_resets,
         )
 
@@ -418,7 +445,8 @@ class TrajectoryRunner:
             calls = invalid[:1]
         permitted = calls[: config.max_tool_calls - self._num_calls]
         self._num_calls += len(permitted)
-        outcomes = await run_tool_calls(session, permitted, self._spans)
+        with self._clock.policys_turn():
+            outcomes = await run_tool_calls(session, permitted, self._spans)
         shown = self._token_buffer.images
         outcomes = await check_answers(self._context.images, outcomes, shown)
         outcomes += [
@@ -454,6 +482,10 @@ class TrajectoryRunner:
             return StopReason.length
         user.record_response()
         return None
+
+    def _close_cut_turn(self) -> None:
+        if len(self._token_buffer) > self._token_buffer.open_turn_start:
+            self._close_turn()
 
     def _close_turn(self) -> str:
         buffer = self._token_buffer

@@ -96,6 +96,8 @@ class Tool(ABC):
     """Tools with the same group share one state in a trajectory, and their calls take turns. The
     first of them creates, copies and releases the state, with the kwargs of all.
     """
+    takes_turns: bool = True
+    """Whether calls of a trajectory that have a state take turns."""
 
     def schema(self) -> dict[str, Any]:
         """Return the OpenAI-style function schema."""

@@ -12,8 +12,9 @@ If all first calls of a method of a user's tool raise, the run ends (`types.firs
 session's) for each tool and raise `ToolSessionError` if one fails. States created before a failure
 or cancellation are released, and so is a state that arrives too late. Sessions are independent.
 Calls of one session may run concurrently; calls to one tool take turns in order of arrival, unless
-the tool keeps no state (`create` returned None). Tools of one `state_group` share a state and these
-turns; the first of them in the session creates, copies and releases it.
+the tool keeps no state (`create` returned None) or says that they need not (`takes_turns`). Tools
+of one `state_group` share a state and these turns; the first of them in the session creates, copies
+and releases it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import logging
 import math
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +41,7 @@ from mega_agentrl.types.first_calls import FirstCalls, last_traceback_line
 from mega_agentrl.types.records import ToolOutcome, ToolStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 
     from mega_agentrl.tool.base import Tool
     from mega_agentrl.tool.function_schema import FunctionSchema
@@ -110,6 +112,14 @@ class TrajectoryToolSession:
         self._owners: dict[str, str] = {}
         self._images: tuple[ImageInput, ...] = ()
         self._tool_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._num_waiting = self._num_running = 0
+        self._num_slots: Counter[str] = Counter()
+        """Slots that calls of this session hold, by tool; a thread may hold one after its call."""
+        self._on_wait: Callable[[bool], None] | None = None
+
+    def watch_waits(self, on_change: Callable[[bool], None]) -> None:
+        """Call `on_change` when all calls under way begin or cease to wait for the run."""
+        self._on_wait = on_change
 
     async def create(self, tools_kwargs: Mapping[str, Mapping[str, Any]]) -> None:
         """Create the state of the tools named in `tools_kwargs`, of all tools if it is empty.
@@ -131,7 +141,8 @@ class TrajectoryToolSession:
                     self._states[name] = self._states[owner]
                     continue
                 work = self._tools[name].tool.create(self._group_kwargs(name, "create_kwargs"))
-                self._states[name] = await self._create_state(name, "create", work)
+                with self._waiting():
+                    self._states[name] = await self._create_state(name, "create", work)
         except BaseException:
             with suppress(ToolSessionError):
                 await self.release()
@@ -154,7 +165,7 @@ class TrajectoryToolSession:
             _log.warning("tool %s: its schema cannot be checked", tool, exc_info=error)
             text = self._escape(f"its schema cannot be checked: {type(error).__name__}: {error}")
             return _outcome_without_run(tool, text, ToolStatus.infra_error)
-        if self._states[tool] is None:
+        if self._states[tool] is None or not registered.tool.takes_turns:
             return await self._run_limited(registered, checked_arguments, arrival_time)
         lock = self._tool_locks[self._owners[tool]]
         try:
@@ -177,16 +188,19 @@ class TrajectoryToolSession:
         """Run a validated call once a slot is free; `arrival_time` is on the monotonic clock."""
         tool = registered.tool.name
         try:
-            async with asyncio.timeout(self._limits.queue_timeout_s):
-                await registered.slots.acquire()
+            with self._waiting():
+                async with asyncio.timeout(self._limits.queue_timeout_s):
+                    await registered.slots.acquire()
         except TimeoutError:
             limit = registered.tool.max_concurrent
             text = f"none of the {limit} slots became free in {self._limits.queue_timeout_s:g} s"
-            return _outcome_without_run(
-                tool, text, ToolStatus.infra_error, queue_s=self._limits.queue_timeout_s
-            )
+            # It is the policy's doing that calls of its own hold slots.
+            status = ToolStatus.timeout if self._num_slots[tool] else ToolStatus.infra_error
+            return _outcome_without_run(tool, text, status, queue_s=self._limits.queue_timeout_s)
+        self._num_slots[tool] += 1
         start = time.monotonic()
-        response = await self._execute_tool(registered, self._states[tool], checked_arguments)
+        with self._running():
+            response = await self._execute_tool(registered, self._states[tool], checked_arguments)
         return ToolOutcome(
             tool=tool,
             status=response.status,
@@ -197,6 +211,36 @@ class TrajectoryToolSession:
             metrics=response.metrics,
             images=response.images,
         )
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count what happens inside as a wait for the run."""
+        self._num_waiting += 1
+        self._report_wait()
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            self._report_wait()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Count what happens inside as a call that runs."""
+        self._num_running += 1
+        self._report_wait()
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._report_wait()
+
+    def _report_wait(self) -> None:
+        if self._on_wait is not None:
+            self._on_wait(self._num_waiting > 0 and not self._num_running)
+
+    def _give_slot_back(self, registered: RegisteredTool) -> None:
+        self._num_slots[registered.tool.name] -= 1
+        registered.slots.release()
 
     def show_images(self, images: Sequence[ImageInput]) -> None:
         """Add images that the policy has been shown to those of tools with `reads_images`."""
@@ -333,9 +377,10 @@ class TrajectoryToolSession:
         work = tool.execute(state, arguments, kwargs)
         first_calls = registered.watch("execute")
         call = first_calls.start()
+        give_back = partial(self._give_slot_back, registered)
         try:
             response = _validate_response(
-                await run_with_deadline(work, tool.timeout_s, on_end=registered.slots.release),
+                await run_with_deadline(work, tool.timeout_s, on_end=give_back),
                 tool.name,
             )
         except DeadlineExceededError:

@@ -1,5 +1,8 @@
 """Stops a run in which more trajectories fail than `rollout.max_failed_fraction` allows.
 
+Trajectories count as well that are scored although their agent crashed or their time was over,
+because the policy may have caused it: if most end so, the agent or a tool has an error.
+
 An evaluation stops the run at once, because its means go into the final table. In training two
 steps in a row must exceed the bound: a lost host of sandboxes or a restarted reward server costs
 the trajectories that are under way, and the run goes on with the next step. The step that stops
@@ -53,7 +56,8 @@ class FailureGuard:
             where=where,
             is_training=is_training,
             num_failed=counts.num_failed,
+            num_suspect=counts.num_suspect,
             num_trajectories=counts.num_trajectories,
             bound=self._bound,
-            reason=counts.first_reason,
+            reason=counts.first_reason or counts.first_suspect,
         )

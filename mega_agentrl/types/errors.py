@@ -110,13 +110,18 @@ class TooManyFailedError(RunStoppedError):
         num_trajectories: int,
         bound: float,
         reason: str,
+        num_suspect: int = 0,
     ) -> None:
-        super().__init__(where, is_training, num_failed, num_trajectories, bound, reason)
+        super().__init__(
+            where, is_training, num_failed, num_trajectories, bound, reason, num_suspect
+        )
         self.where = where
         """Part of the run, for example `RL step 3`."""
         self.is_training = is_training
         """Whether the trajectories would have been trained on."""
         self.num_failed = num_failed
+        self.num_suspect = num_suspect
+        """Further ones that are scored although their agent crashed or their time was over."""
         self.num_trajectories = num_trajectories
         self.bound = bound
         """`rollout.max_failed_fraction`."""
@@ -126,12 +131,15 @@ class TooManyFailedError(RunStoppedError):
     def __str__(self) -> str:
         """Return the message, with the setting that changes the bound."""
         untrained = " and are not trained on" if self.is_training else ""
+        suspect = ""
+        if self.num_suspect:
+            suspect = f"; of {self.num_suspect} others the agent crashed or the time was over"
         return (
             f"{self.where}: {self.num_failed} of {self.num_trajectories} trajectories failed, "
-            f"expected at most a share of rollout.max_failed_fraction={self.bound:g}; the first "
-            f"one: {self.reason}. Failed trajectories count in no mean{untrained}, so the metrics "
-            "would describe only the rest. Probable cause: a tool, a reward function or an agent "
-            "that fails or is too slow; logs/driver.log names each failure. Fix it and start the "
-            "same command again, or raise the bound (1: never stop). Exceptions of an agent that "
-            "the policy causes belong in rollout.agent.policy_errors"
+            f"expected at most a share of rollout.max_failed_fraction={self.bound:g}{suspect}; the "
+            f"first one: {self.reason}. Failed trajectories count in no mean{untrained}, so the "
+            "metrics would describe only the rest. Probable cause: a tool, a reward function or an "
+            "agent that fails or is too slow; logs/driver.log names each failure. Fix it and start "
+            "the same command again, or raise the bound (1: never stop). Exceptions of an agent "
+            "that the policy causes belong in rollout.agent.policy_errors"
         )

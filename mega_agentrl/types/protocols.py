@@ -88,6 +88,14 @@ class ToolSession(Protocol):
     def show_images(self, images: Sequence[ImageInput]) -> None:
         """Tell the tools which images the policy has been shown, in addition to earlier ones."""
 
+    def watch_waits(self, on_change: Callable[[bool], None]) -> None:
+        """Report whenever the tools begin or cease to wait for the run.
+
+        Args:
+            on_change: Called with True when calls are under way and all of them wait for the run,
+                such as for a free slot, with False when that is over.
+        """
+
     async def fork(self) -> ToolSession:
         """Return a session with a copy of the state."""
 

@@ -44,8 +44,11 @@ class StopReason(StrEnum):
     """The trajectory reached `rollout.max_turns`."""
     call_limit = "call_limit"
     """The trajectory reached `rollout.max_tool_calls`."""
+    time_limit = "time_limit"
+    """The policy's calls and answers, or an agent between them, took as long as
+    `rollout.trajectory_timeout_s` or the agent's `timeout_s`."""
     trajectory_timeout = "trajectory_timeout"
-    """The trajectory ran longer than `rollout.trajectory_timeout_s`."""
+    """Engines, tools before they ran, or simulated users took as long."""
     invalid_call = "invalid_call"
     """The policy wrote an invalid tool call, with `rollout.on_invalid_call=stop`."""
     interaction_end = "interaction_end"
@@ -57,6 +60,9 @@ class StopReason(StrEnum):
     policy_error = "policy_error"
     """The agent of `rollout.agent` raised an error that the policy causes
     (`rollout.agent.policy_errors`)."""
+    agent_crash = "agent_crash"
+    """The agent of `rollout.agent`, a command in a sandbox, failed after an answer of the policy,
+    which may have caused that."""
     agent_failure = "agent_failure"
     """The agent of `rollout.agent` raised another error or returned no reward."""
     aborted = "aborted"
@@ -66,7 +72,8 @@ class StopReason(StrEnum):
     def is_failure(self) -> bool:
         """Whether the infrastructure, not the policy, ended the trajectory.
 
-        A timeout counts: the policy does not control how fast engines and tools are.
+        Such a trajectory is masked. What a policy can cause does not belong here: it could drop its
+        bad attempts.
         """
         return self in (
             StopReason.tool_failure,

@@ -241,9 +241,10 @@ async def test_the_timeout_ends_a_trajectory_in_any_state():
     assert tools.sessions[0].released == 1
     tools = SlowTools()
     got = await asyncio.wait_for(
-        _run(turns("a" + CALL), tools=tools, trajectory_timeout_s=0.05).run(), 2
+        _run(turns("a" + CALL), tools=tools, trajectory_timeout_s=0.05).run(), 60
     )
-    assert got.stop_reason is StopReason.trajectory_timeout and got.response_text == "a" + CALL
+    assert got.stop_reason is StopReason.time_limit and not got.failed
+    assert got.response_text == "a" + CALL
     assert got.num_tool_calls == 1 and tools.sessions[0].released == 1
 
 
@@ -253,4 +254,4 @@ async def test_a_fork_inherits_the_deadline_of_its_parent():
     generator.delays = 1  # a fork that never waits is never interrupted
     await asyncio.sleep(0.25)
     got = await forks[0].run()
-    assert got.stop_reason is StopReason.trajectory_timeout and len(got.token_ids) == got.fork_len
+    assert got.stop_reason is StopReason.trajectory_timeout and got.failed

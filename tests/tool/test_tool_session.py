@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -389,6 +390,41 @@ async def test_calls_on_one_state_take_turns_and_others_run_at_once(stateful, ma
     outcomes = await asyncio.gather(*(session.execute("counting", {"x": x}) for x in "abc"))
     assert [outcome.answer for outcome in outcomes] == tool.order == ["a", "b", "c"]
     assert tool.max_running == max_running
+
+
+async def test_a_call_that_waits_for_slots_of_the_policys_own_calls_is_its_own_error():
+    tool = Counting(run_s=1.0)
+    tool.max_concurrent = 1
+    toolkit = ToolKit([tool], limits=SessionLimits(queue_timeout_s=0.1))
+    session, other = toolkit.open_session(), toolkit.open_session()
+    for opened in (session, other):
+        await opened.create({})
+    running = asyncio.create_task(session.execute("counting", {"x": "a"}))
+    await asyncio.sleep(0)
+    outcomes = [await opened.execute("counting", {"x": "b"}) for opened in (session, other)]
+    assert [outcome.status for outcome in outcomes] == [ToolStatus.timeout, INFRA_ERROR]
+    assert (await running).status is ToolStatus.ok
+
+
+async def test_waits_for_the_run_are_reported_while_no_call_runs():
+    tool = Counting(run_s=1.0)
+    tool.max_concurrent = 1
+    toolkit = ToolKit([tool])
+    session, other, changes = toolkit.open_session(), toolkit.open_session(), []
+    session.watch_waits(lambda waits: changes.append((now_s() - start_s, waits)))
+    start_s = now_s()
+    await session.create({})
+    await other.create({})
+    changes.clear()
+    first = asyncio.create_task(other.execute("counting", {"x": "a"}))
+    await asyncio.sleep(0)
+    await asyncio.gather(*(session.execute("counting", {"x": x}) for x in "bc"))
+    await first
+    waiting_s = dict.fromkeys((True, False), 0.0)
+    for (begin_s, waits), (end_s, _) in itertools.pairwise(changes):
+        waiting_s[waits] += end_s - begin_s
+    # It waits for the other session, and then its second call for its first, which runs.
+    assert waiting_s == {True: pytest.approx(1, abs=1e-3), False: pytest.approx(2, abs=1e-3)}
 
 
 async def test_waiting_for_a_slot_has_a_bound_of_its_own():

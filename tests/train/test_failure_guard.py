@@ -13,6 +13,7 @@ from mega_agentrl.train.resume.run_state import valid_checkpoints
 from mega_agentrl.train.trainer import train
 from mega_agentrl.types.errors import TooManyFailedError
 from mega_agentrl.types.records import Role, RolloutTree, StopReason, ToolOutcome, ToolStatus
+from tests.config.refusals import refused_input
 from tests.fakes import FakeRubric, FakeTools, make_prompt, make_scored_tree, make_trajectory
 from tests.train.metric_lines import metric_lines
 
@@ -45,7 +46,7 @@ def counts(num_failed, num_trajectories=10, num_aborted=0):
     )
 
 
-def test_counts_and_the_first_reason():
+def test_failures_are_counted_with_the_first_reason():
     outcome = ToolOutcome(
         tool="notes", status=ToolStatus.infra_error, answer="KeyError:\n 'a'", latency_s=0.1
     )
@@ -65,6 +66,24 @@ def test_aborts_by_an_engine_do_not_stop_a_run():
     assert not counts(10, num_aborted=6).exceeds(0.5)
     assert counts(10, num_aborted=4).exceeds(0.5)
     assert not counts(10).exceeds(1.0)
+
+
+def test_ends_that_are_scored_but_may_be_the_agents_own_fault_stop_a_run_if_most_are():
+    outcome = ToolOutcome(
+        tool="agent", status=ToolStatus.user_error, answer="exit\ncode 1", latency_s=0.0
+    )
+    crashed = make_scored_tree(
+        0.0, 0.0, spans=[(Role.tool, 0)], outcomes=[outcome], stop_reason=StopReason.agent_crash
+    )
+    slow = make_scored_tree(0.0, stop_reason=StopReason.time_limit)
+    found = count_failures([make_scored_tree(1.0, 1.0), crashed, slow])
+    assert (found.num_trajectories, found.num_failed, found.num_suspect) == (5, 0, 3)
+    assert found.exceeds(0.5) and not found.exceeds(0.6)
+    assert found.num_scored == 5 and not found.describe()
+    with pytest.raises(TooManyFailedError) as caught:
+        FailureGuard(0.5).check_evaluation("before", found)
+    assert (caught.value.num_failed, caught.value.num_suspect) == (0, 3)
+    assert caught.value.reason == "agent_crash: agent: exit code 1"
 
 
 def test_one_bad_step_is_ridden_out_and_two_in_a_row_are_not():
@@ -130,8 +149,8 @@ def test_a_mended_tool_is_asked_again_after_a_resume(components, config):
     components.prompt_source = PromptSampler(components.validation_prompts, seed=1)
     components.tools = LateFailingTools()
     components.tools.generator = components.generator
-    with pytest.raises(ValueError, match="no disk"):
-        train(components, config)
+    error = refused_input(train, components, config)
+    assert error.got == {"tool_failure: python: calc_reward: no disk": 12}
     assert valid_checkpoints(components.run_dir)[0].name == "step-000001"
     components.tools = FakeTools()
     components.prompt_source = PromptSampler(components.validation_prompts, seed=1)

@@ -361,12 +361,12 @@ async def test_bad_images_of_a_tool_are_outcomes(codec, processor, images, files
     assert trajectory.stop_reason is StopReason.eos, "the policy must not choose to be masked"
 
 
-async def test_a_model_of_text_gets_no_images():
+async def test_a_model_of_text_gets_no_images_and_is_not_masked_for_asking():
     outcome = ToolOutcome(
         tool="camera", status=ToolStatus.ok, answer="", latency_s=0.0, images=(b"x",)
     )
     (found,) = await check_answers(None, [outcome])
-    assert found.status is ToolStatus.infra_error and not found.images
+    assert found.status is ToolStatus.user_error and not found.images
 
 
 async def test_the_images_of_a_trajectory_are_bounded_in_bytes(

@@ -140,7 +140,9 @@ class RolloutConfig(GroupSelectionConfig):
     max_tool_calls: Annotated[int, Range(at_least=0, at_most=100_000)] = 3
     """Maximum number of tool calls of a trajectory."""
     trajectory_timeout_s: Annotated[float, Range(at_least=0, at_most=MAX_TIMEOUT_S, unit="s")] = 0.0
-    """Maximum duration of a trajectory; 0 is no limit. A fork continues its parent's clock."""
+    """Maximum number of seconds that a trajectory may take for its own calls and answers, after
+    which it is scored, and as many for waits on the run, after which it is masked; 0 is no limit. A
+    fork continues its parent's clocks."""
     call_protocol: CallProtocol = CallProtocol.tags
     """Syntax of tool calls."""
     on_invalid_call: InvalidCallAction = InvalidCallAction.answer
@@ -162,8 +164,9 @@ class RolloutConfig(GroupSelectionConfig):
     """Yaml list of simulated users; empty for none."""
     max_failed_fraction: Annotated[float, Range(at_least=0, at_most=1)] = 0.5
     """Share of failed trajectories above which the run stops, because means over the rest would
-    mislead: at once in a held-out evaluation, after two steps in a row in training. Trajectories
-    that the engines aborted do not count. 1 never stops."""
+    mislead: at once in a held-out evaluation, after two steps in a row in training. Attempts whose
+    agent crashed or whose time was over count as well. Trajectories that the engines aborted do not
+    count. 1 never stops."""
     max_failed_first_calls: Annotated[int, Range(at_least=0, at_most=1_000_000)] = 8
     """Stop the run if this many first calls of a user's tool or reward function all fail; 0 never
     stops."""

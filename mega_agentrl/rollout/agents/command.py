@@ -16,7 +16,9 @@ a JSON number or an object of parts; set it only if nothing that the policy wrot
 
 Another exit code is a failure, unless the policy causes it (`policy_errors`). The class of the
 exception is that of Python's traceback at the end of the standard error, or in any language what
-the last line of the standard output names, `{"error": "PolicyError"}`.
+the last line of the standard output names, `{"error": "PolicyError"}`. In a sandbox the policy may
+have caused any failure after its first answer, because an agent may run there what it writes: the
+attempt ends as `StopReason.agent_crash` and is scored.
 
 The end of what it writes goes to `logs/agents.log`, also if it succeeds.
 """
@@ -133,10 +135,14 @@ class CommandAgent:
         self._reads_reward = reads_reward
 
     @property
+    def is_sandboxed(self) -> bool:
+        """Whether the command runs in a sandbox, where what the policy writes may run, too."""
+        return self._arguments["isolation"] is not SandboxIsolation.none
+
+    @property
     def max_processes(self) -> int:
         """How many attempts can run at once."""
-        is_isolated = self._arguments["isolation"] is not SandboxIsolation.none
-        if is_isolated and needs_dedicated_uid():
+        if self.is_sandboxed and needs_dedicated_uid():
             return len(UID_RANGE) - _NUM_OTHER_UIDS
         return 1 << 16
 
@@ -166,8 +172,7 @@ class CommandAgent:
         what = f"raised {name}" if name else f"ended with an error: {self.name}"
         if process.num_oom_kills:
             what += f" ({oom_note(process.num_oom_kills)})"
-        is_isolated = self._arguments["isolation"] is not SandboxIsolation.none
-        if is_isolated and (process.num_oom_kills or code - _SIGNAL_BASE in _SENT_SIGNALS):
+        if self.is_sandboxed and (process.num_oom_kills or code - _SIGNAL_BASE in _SENT_SIGNALS):
             name = PolicyError.__name__
         return AgentCommandError(
             f"the agent {what}: exit code {code}{process.stderr_note()}", class_name=name
@@ -176,8 +181,7 @@ class CommandAgent:
     def _command(self, task: AgentTask) -> SandboxedCommand:
         arguments = dict(self._arguments)
         url = task.base_url.removesuffix("/v1")
-        isolated = self._arguments["isolation"] is not SandboxIsolation.none
-        if isolated and self._arguments["network"] is NetworkAccess.none:
+        if self.is_sandboxed and self._arguments["network"] is NetworkAccess.none:
             url = f"http://127.0.0.1:{GATEWAY_PORT}"
             arguments["forwarded_ports"] = {GATEWAY_PORT: task.socket_path}
         environment = {

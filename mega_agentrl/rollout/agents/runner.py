@@ -1,10 +1,19 @@
 """One attempt of an agent as a trajectory, with forks by a second instance of the agent.
 
 The agent runs once per trajectory and samples through a session of the gateway. When it ends, the
-session's contexts become the response of the trajectory. An agent that raises, exits with an error,
-runs out of time or returns something else than a reward is a failed trajectory, which is masked and
-counted. It is scored like any other if the policy had used up its budget or the context, so that
-the agent could not go on, or if the policy causes the error (`policy_errors`).
+session's contexts become the response of the trajectory. An agent that raises, exits with an error
+or returns something else than a reward is a failed trajectory, which is masked and counted. It is
+scored like any other
+
+* if the policy had used up its budget or the context, so that the agent could not go on,
+* if the policy causes the error (`policy_errors`),
+* if the agent runs in a sandbox with what the policy writes and fails after its first answer
+  (`StopReason.agent_crash`), because the policy may have ended it there,
+* if its time is over, unless engines, tools before they ran, or the agent before its first answer
+  have taken it (`clock`).
+
+An agent that always fails so has an error of its own. Such attempts count for
+`rollout.max_failed_fraction`, which ends the run.
 
 Where the branch policy asks after a tool's answer, the session samples a probe and may fork: a
 second instance of the agent starts from the same prompt and is answered from the record until that
@@ -34,8 +43,10 @@ from mega_agentrl.rollout.agents.base import (
     prompt_messages,
     reward_parts,
 )
+from mega_agentrl.rollout.agents.command import CommandAgent
 from mega_agentrl.rollout.agents.policy_errors import class_name
 from mega_agentrl.rollout.branching.fork import ForkDecider
+from mega_agentrl.rollout.clock import TrajectoryClock
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.gateway.record import SessionRecord
 from mega_agentrl.rollout.gateway.session import Probe, SessionScope
@@ -65,6 +76,9 @@ _CANCEL_TIMEOUT_S = 10.0
 """Time that an agent has to end after its cancellation."""
 _MAX_ERROR_CHARS = 2000
 """Longer texts of an agent's error are cut."""
+
+_POLICY_ENDS = (StopReason.policy_error, StopReason.agent_crash, StopReason.time_limit)
+"""Ends of an agent that the policy has caused, or may have caused, with a reason in words."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +138,11 @@ class AgentTrajectoryRunner:
         parent_id = fork.parent_id if fork else None
         trajectory_id = context.trajectory_id(prompt_key, path)
         self._spans = TrajectorySpans(context.spans, prompt, trajectory_id, context.step, parent_id)
-        self._tools = SessionTools(context, prompt, self._spans, fork.tools if fork else None)
+        limits = (context.config.trajectory_timeout_s, self._host.timeout_s)
+        self._timeout_s = min(limit for limit in limits if limit)
+        self._clock = TrajectoryClock(self._timeout_s, context.sampling_speed, is_agent=True)
+        parent_tools = fork.tools if fork else None
+        self._tools = SessionTools(context, prompt, self._spans, parent_tools, self._clock)
         self._scope = SessionScope(
             context=context,
             prompt=prompt,
@@ -177,6 +195,7 @@ class AgentTrajectoryRunner:
             running = await self._run_agent(key, session)
         finally:
             await self._host.gateway.close_session(key)
+            self._clock.stop()
         if session.fatal_error.done():
             raise session.fatal_error.result()
         if session.diverged.done():
@@ -192,8 +211,7 @@ class AgentTrajectoryRunner:
     ) -> tuple[StopReason, str, dict[str, float]]:
         """Return why the attempt ended, what failed, and the parts of its reward."""
         if not running.done():
-            failure = f"the agent ran longer than {self._timeout_s:g} s"
-            return StopReason.trajectory_timeout, failure, {}
+            return self._read_timeout(session)
         error: BaseException | None = asyncio.CancelledError("the agent cancelled itself")
         if not running.cancelled():
             error = running.exception()
@@ -209,6 +227,21 @@ class AgentTrajectoryRunner:
             return self._read_error(session, error)
         return session.stop_reason, session.failure, rewards
 
+    def _read_timeout(self, session: AgentSession) -> tuple[StopReason, str, dict[str, float]]:
+        """Return why an attempt ended whose time was over, in words, and its reward."""
+        clock = self._clock
+        failure = (
+            f"its time is over: the agent took {clock.policy_s:.1f} s with and after answers of "
+            f"the policy, and the run {clock.run_s:.1f} s, expected at most {self._timeout_s:g} s"
+        )
+        is_policys = clock.is_policys and not self._has_engine_failed(session)
+        return StopReason.time_limit if is_policys else StopReason.trajectory_timeout, failure, {}
+
+    @staticmethod
+    def _has_engine_failed(session: AgentSession) -> bool:
+        """Return whether the agent got no answer, or not the one that it asked for last."""
+        return session.is_unused or session.stop_reason.is_failure
+
     def _read_error(
         self, session: AgentSession, error: BaseException
     ) -> tuple[StopReason, str, dict[str, float]]:
@@ -218,19 +251,18 @@ class AgentTrajectoryRunner:
             return StopReason.agent_failure, failure, {}
         if limit := session.limit_reached:
             return limit, failure, {}
-        has_engine_failed = session.is_unused or session.stop_reason.is_failure
-        if has_engine_failed or not self._host.policy_errors.contains(error):
+        if self._has_engine_failed(session):
             return StopReason.agent_failure, failure, {}
+        if not self._host.policy_errors.contains(error):
+            agent = self._host.agent
+            is_sandboxed = isinstance(agent, CommandAgent) and agent.is_sandboxed
+            is_crash = is_sandboxed and isinstance(error, AgentCommandError | AgentResultError)
+            return StopReason.agent_crash if is_crash else StopReason.agent_failure, failure, {}
         result = error.result if isinstance(error, PolicyError) else None
         try:
             return StopReason.policy_error, failure, reward_parts(result)
         except AgentResultError as bad_result:
             return StopReason.agent_failure, _describe_error(bad_result), {}
-
-    @property
-    def _timeout_s(self) -> float:
-        limits = (self._context.config.trajectory_timeout_s, self._host.timeout_s)
-        return min(limit for limit in limits if limit)
 
     async def _run_agent(self, key: str, session: AgentSession) -> asyncio.Future[AgentResult]:
         """Run the agent until it ends, its time is over, the run fails or the fork is given up.
@@ -239,13 +271,13 @@ class AgentTrajectoryRunner:
             The agent's task, which is not done if it was ended.
         """
         running = asyncio.ensure_future(self._start_agent(key))
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._clock.start(lambda: over.set_result(None))
         try:
-            ends: list[asyncio.Future[Any]] = [running, session.fatal_error, session.diverged]
-            done, _ = await asyncio.wait(
-                ends,
-                timeout=self._timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            ends: list[asyncio.Future[Any]] = [
+                *(running, session.fatal_error, session.diverged, over)
+            ]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             await self._cancel_agent(running)
             raise
@@ -300,10 +332,11 @@ class AgentTrajectoryRunner:
                 failure, stop_reason = str(error), StopReason.tool_failure
         response = session.build_response()
         self.replayed_spans = session.replayed_spans(response)
-        if stop_reason.is_failure or stop_reason is StopReason.policy_error:
+        if stop_reason.is_failure or stop_reason in _POLICY_ENDS:
             failure = failure or session.failure
             is_failure = stop_reason.is_failure
-            level = logging.WARNING if is_failure else logging.INFO
+            is_expected = stop_reason is StopReason.policy_error
+            level = logging.INFO if is_expected else logging.WARNING
             _log.log(level, "%s: %s: %s", self._scope.trajectory_id, stop_reason, failure)
             status = ToolStatus.infra_error if is_failure else ToolStatus.user_error
             outcome = ToolOutcome(tool="agent", status=status, answer=failure, latency_s=0.0)

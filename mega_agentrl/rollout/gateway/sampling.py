@@ -93,7 +93,8 @@ class TurnSampler:
         self._session.check_open()
         self._engine_ids.add(request.request_id)
         try:
-            work = generate_or_abort(self._scope.context.generator, request)
+            generator, clock = self._scope.context.generator, self._scope.tools.clock
+            work = generate_or_abort(generator, request, clock)
             return await self._scope.spans.trace_generate(request, work)
         finally:
             self._engine_ids.discard(request.request_id)

@@ -520,8 +520,6 @@ class AgentSession:
         """Sample an answer; an error of the engine fails the session until a retry succeeds."""
         try:
             generation = await self._sampler.sample(pending)
-        except (GatewayError, asyncio.CancelledError):
-            raise
         except RankLostError as error:
             self._set_fatal(error)
             raise GatewayError(ErrorKind.engine_failed, "the run restarts") from error
@@ -532,7 +530,8 @@ class AgentSession:
         is_aborted = generation.finish_reason is FinishReason.aborted
         if is_aborted and not (self.is_closed and generation.token_ids):
             text = "the engine aborted the request"
-            self._failed_blocks[pending.block] = StopReason.aborted, text
+            if not self.is_closed:  # otherwise the client has ended without it
+                self._failed_blocks[pending.block] = StopReason.aborted, text
             raise GatewayError(ErrorKind.engine_failed, text)
         return generation
 

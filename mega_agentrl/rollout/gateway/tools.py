@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from mega_agentrl.rollout.clock import TrajectoryClock
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.gateway.matching import call_key
 from mega_agentrl.tool.blocking_calls import call_on_arguments
@@ -33,6 +34,7 @@ class SessionTools:
         prompt: The prompt, whose `tools_kwargs` the tools get.
         spans: Spans of the trajectory.
         parent: The tools of the trajectory that was forked, at the fork; None for a root.
+        clock: Counts the time of the trajectory.
     """
 
     def __init__(
@@ -41,8 +43,11 @@ class SessionTools:
         prompt: Prompt,
         spans: TrajectorySpans,
         parent: ToolsAtFork | None = None,
+        clock: TrajectoryClock | None = None,
     ) -> None:
         self._context = context
+        self.clock = clock or TrajectoryClock()
+        """Counts the time of the trajectory."""
         self._prompt = prompt
         self._spans = spans
         self._session = parent.session if parent else None
@@ -51,6 +56,8 @@ class SessionTools:
         self._created = asyncio.Lock()
         self.num_calls = 0
         """Calls that the session has admitted, those answered from the record included."""
+        if self._session is not None and not isinstance(self._session, INFRA_ERRORS):
+            self._session.watch_waits(self.clock.note_waiting)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutcome:
         """Return the outcome of a call, recorded or run now.
@@ -109,6 +116,7 @@ class SessionTools:
         async with self._created:
             if self._session is None:
                 session = self._context.tools.open_session()
+                session.watch_waits(self.clock.note_waiting)
                 create = session.create(self._prompt.tools_kwargs)
                 try:
                     await self._spans.trace_wait("tools", create)

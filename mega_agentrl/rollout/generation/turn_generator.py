@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from mega_agentrl.algo.branching import token_entropy_topk
+from mega_agentrl.rollout.clock import TrajectoryClock
 from mega_agentrl.rollout.context import INFRA_ERRORS
 from mega_agentrl.rollout.tracing import TrajectorySpans
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ContextReset, FinishReason, GenerateRequest, StopReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mega_agentrl.rollout.context import RolloutContext
     from mega_agentrl.rollout.generation.token_buffer import TokenBuffer
@@ -47,6 +48,7 @@ class TurnGenerator:
         token_buffer: Receives the sampled tokens.
         context_resets: Context resets of the path so far.
         parent_id: Id of the trajectory it was forked from; None for a root.
+        clock: Counts the time of the requests; None counts it nowhere.
     """
 
     def __init__(
@@ -58,9 +60,11 @@ class TurnGenerator:
         token_buffer: TokenBuffer,
         context_resets: tuple[ContextReset, ...] = (),
         parent_id: str | None = None,
+        clock: TrajectoryClock | None = None,
     ) -> None:
         self.context_resets = context_resets
         self._context = context
+        self._clock = clock or TrajectoryClock()
         self._prompt = prompt
         self._prompt_key = prompt_key
         self._path = path
@@ -139,7 +143,7 @@ class TurnGenerator:
             images=await self._context_images(),
             routes_start=self._routes_start(),
         )
-        work = generate_or_abort(context.generator, request)
+        work = generate_or_abort(context.generator, request, self._clock, self._add_cut)
         return await self.spans.trace_generate(request, work)
 
     async def finish_turn(self, finish: FinishReason, start: int) -> FinishReason:
@@ -161,6 +165,11 @@ class TurnGenerator:
             if finish is FinishReason.length and any(stop in text for stop in stops):
                 return FinishReason.stop
         return finish
+
+    def _add_cut(self, generation: Generation) -> None:
+        """Append what was sampled until the trajectory's time was over."""
+        if generation.token_ids:
+            self._token_buffer.append_sampled(generation)
 
     def _context_ids(self) -> tuple[int, ...]:
         """Return the ids before the next token."""
@@ -191,15 +200,57 @@ class TurnGenerator:
         return await loader.load(placed)
 
 
-async def generate_or_abort(generator: Generator, request: GenerateRequest) -> Generation:
-    """Run the request, and abort it on cancellation."""
+async def generate_or_abort(
+    generator: Generator,
+    request: GenerateRequest,
+    clock: TrajectoryClock,
+    on_cut: Callable[[Generation], None] | None = None,
+) -> Generation:
+    """Run the request, and abort it on cancellation.
+
+    Args:
+        generator: Runs it.
+        request: The request.
+        clock: Counts its time.
+        on_cut: Called with what it has sampled if it is cancelled because the time is over.
+    """
+    work = asyncio.ensure_future(generator.generate(request))
+    start_s = asyncio.get_running_loop().time()
+    clock.begin_sampling()
+    num_tokens = 0
     try:
-        return await generator.generate(request)
+        await asyncio.wait({work})
+        generation = work.result()
+        num_tokens = len(generation.token_ids)
+        if generation.finish_reason is not FinishReason.aborted:
+            clock.speed.add(asyncio.get_running_loop().time() - start_s, num_tokens)
     except asyncio.CancelledError:
+        cut = await _abort(generator, request.request_id, work, keeps_result=clock.is_over)
+        num_tokens = len(cut.token_ids) if cut is not None else 0
+        if cut is not None and on_cut is not None:
+            on_cut(cut)
+        raise
+    finally:
+        clock.end_sampling(num_tokens)
+    return generation
+
+
+async def _abort(
+    generator: Generator, request_id: str, work: asyncio.Future[Generation], *, keeps_result: bool
+) -> Generation | None:
+    """Abort a request; return what it has sampled, if that is asked for and comes in time."""
+    if not keeps_result:
+        work.cancel()
+    try:
         with suppress(*INFRA_ERRORS):
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await generator.abort(request.request_id)
-        raise
+                await generator.abort(request_id)
+                await asyncio.wait({work})
+    finally:
+        work.cancel()
+    if not work.done() or work.cancelled() or work.exception() is not None:
+        return None
+    return work.result()
 
 
 def request_failure(error: BaseException) -> StopReason:

@@ -3,14 +3,18 @@
 A server that keeps a state has one process for each trajectory (`per_trajectory`), which is started
 by the first call and ended by `release`. The tools of a server share it, and their calls take
 turns. Other servers are started once, and their calls run concurrently. A shared server that dies
-or hangs is started again for the next call, at most `MAX_RESTARTS` times in a row without an answer
-in between.
+or hangs is started again for the next call. If it does not start, or dies before it has answered
+any call of the run, that is tried at most `MAX_RESTARTS` times in a row.
 
-A policy can make a server of its own end, hang or flood its output. Once the server has answered a
-call in the run, such a loss during a call is therefore the policy's error: it reads what happened,
-and so do its further calls. The loss of a shared server, or of one with a URL, fails all waiting
-trajectories, because nobody knows who caused it. So does an error of the protocol, by which a
-server says that its own service is down.
+A policy can make a server end, hang or flood its output, also one that others share. Once the
+server has answered a call in the run, such a loss is therefore the error of every policy whose call
+was under way: it reads what happened, and so do its further calls if the server is not back. Nobody
+is masked for what a call does. Other trajectories find a shared server started again; only if that
+fails has the tool failed for them.
+
+By an error of the protocol a server says that its own service is down. Many servers answer so to
+arguments that they trip over, too. It is the policy's error as well if the server has answered any
+call of the run shortly before (`ANSWER_PROOF_S`), and else that of the tool.
 
 The state of a process cannot be copied. A fork therefore starts a new server and makes the same
 calls again, except those of tools that the server calls read-only (`readOnlyHint`), and compares
@@ -24,8 +28,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
@@ -47,6 +53,9 @@ if TYPE_CHECKING:
     from mega_agentrl.types.protocols import TextCodec
 
 MAX_RESTARTS = 3
+ANSWER_PROOF_S = 60.0
+"""How long an answer proves that the service behind a server works. Trajectories that call a
+server at all usually call it more often together; a service that is down longer fails them."""
 _PING_TIMEOUT_S = 3.0
 _MIN_CONCURRENT_STARTS = 4
 _MAX_CHARS_ON_LOOP = 256 << 10
@@ -88,14 +97,16 @@ class _AnsweredCall:
 
 @dataclass(slots=True)
 class McpSession:
-    """A trajectory's own connection and what happened on it."""
+    """A trajectory's own connection, if it has one, and what happened to its calls."""
 
     connection: McpConnection | None = None
-    """None until the first call."""
+    """None until the first call, and with a shared server."""
     calls: list[_AnsweredCall] = field(default_factory=list)
     """Answered calls that may have changed the state."""
     unknown_outcome: str = ""
     """Tool of a call that was not answered in time; empty if all were answered."""
+    has_lost_server: bool = False
+    """Whether a call was under way when the server was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +132,7 @@ class McpServer:
     def __init__(self, config: McpServerConfig, *, shows_images: bool) -> None:
         self.config = config
         self._shows_images = shows_images
-        self._has_answered = False
+        self._last_answer_s = -inf
         self._shared: McpConnection | None = None
         self._num_starts = 0
         self._lock = asyncio.Lock()
@@ -136,16 +147,13 @@ class McpServer:
             except McpServerError as error:
                 raise not_started(self.config, error) from error
 
-    async def connection_of(self, session: McpSession | None) -> McpConnection:
+    async def connection_of(self, session: McpSession) -> McpConnection:
         """Return the connection for the next call, of a server that is started if necessary.
-
-        Args:
-            session: The state of the trajectory; None for a shared server.
 
         Raises:
             McpServerError: The server does not start, or has been started too often.
         """
-        if session is None:
+        if not self.config.per_trajectory:
             return await self._shared_connection()
         if session.connection is None:
             session.connection = await self._connect()
@@ -158,36 +166,45 @@ class McpServer:
                 return connection
             if self._num_starts > MAX_RESTARTS:
                 raise McpServerError(
-                    f"MCP server {self.config.name}: lost {self._num_starts} times in a row "
-                    "without an answer; it is not started again"
+                    f"MCP server {self.config.name}: started {self._num_starts} times in a row "
+                    "without success; it is not started again"
                 )
-            self._num_starts += 1  # until a call is answered
+            self._num_starts += 1
             if connection is not None:
                 await self.close_connection(connection)
             self._shared = await self._connect()
+            if self._has_answered:  # what ends it from now on are calls
+                self._num_starts = 0
             return self._shared
 
     def note_answer(self) -> None:
         """Record that the server answered a call, so that it may be restarted again."""
         self._num_starts = 0
-        self._has_answered = True
+        self._last_answer_s = time.monotonic()
 
-    def is_policy_error(self, error: McpServerError, session: McpSession | None) -> bool:
-        """Return whether the policy's call caused an error, rather than the run.
+    @property
+    def _has_answered(self) -> bool:
+        return self._last_answer_s > -inf
+
+    def is_policy_error(self, error: McpServerError, session: McpSession) -> bool:
+        """Return whether the policy's calls may have caused an error, rather than the run.
 
         Args:
             error: What the call ended with.
-            session: The state of the trajectory; None for a shared server.
+            session: The state of the trajectory.
         """
-        is_loss = not isinstance(error, McpAnswerError)
-        return bool(self.config.command) and self._has_answered and session is not None and is_loss
+        if isinstance(error, McpAnswerError):
+            return time.monotonic() - self._last_answer_s < ANSWER_PROOF_S
+        return self._has_answered and session.has_lost_server
 
     async def fork(self, session: McpSession) -> McpSession:
-        """Return a session with the same state, on a new server if there were calls.
+        """Return a session with the same state, on a new server if it has its own and was called.
 
         Raises:
             McpServerError: The calls may not be repeated, or were answered otherwise.
         """
+        if not self.config.per_trajectory:
+            return McpSession(has_lost_server=session.has_lost_server)
         lead = f"MCP server {self.config.name} cannot be forked"
         if session.unknown_outcome:
             raise McpServerError(f"{lead}: a call of {session.unknown_outcome} was not answered")
@@ -257,6 +274,7 @@ class McpTool(Tool):
         self.parameters = listed.parameters
         self.text_argument = choose_text_argument(listed.parameters)
         self.state_group = server
+        self.takes_turns = server.config.per_trajectory
         self.declared_in = server.config.key
         self._server = server
         self._listed = listed
@@ -274,27 +292,30 @@ class McpTool(Tool):
         """End the server from synchronous code."""
         self._server.close_now()
 
-    async def create(self, kwargs: Mapping[str, Any]) -> McpSession | None:
-        """Return the state of a trajectory; None for a shared server."""
-        return McpSession() if self._server.config.per_trajectory else None
+    async def create(self, kwargs: Mapping[str, Any]) -> McpSession:
+        """Return the state of a trajectory."""
+        return McpSession()
 
     async def execute(
-        self, state: McpSession | None, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
+        self, state: McpSession, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
     ) -> ToolResponse:
         """Call the tool.
 
         Raises:
             ToolInputError: The server refuses the arguments.
-            McpServerError: The server failed, died or hangs.
+            McpServerError: The server failed, died or hangs, and not through a call of the policy.
         """
-        connection = await self._server.connection_of(state)
+        try:
+            connection = await self._server.connection_of(state)
+        except McpServerError as error:
+            return self._answer_to(state, error)
         timeout_s, remote_name = self._server.config.timeout_s, self._listed.remote_name
         try:
             result = await run_with_deadline(
                 connection.call(remote_name, dict(arguments)), timeout_s
             )
         except DeadlineExceededError:
-            self._note_unknown_outcome(state)
+            state.unknown_outcome = self.name
             if await connection.answers(_PING_TIMEOUT_S):
                 text = f"Timed out after {timeout_s:g} s."
                 return ToolResponse(text=text, status=ToolStatus.timeout)
@@ -303,32 +324,38 @@ class McpTool(Tool):
                 f"MCP server {self._server.config.name} hangs: no answer to {remote_name} within "
                 f"{timeout_s:g} s, and none to a ping"
             )
-            if self._server.is_policy_error(hang, state):
-                return ToolResponse(text=str(hang), status=ToolStatus.timeout)
-            raise hang from None
+            state.has_lost_server = True
+            return self._answer_to(state, hang, ToolStatus.timeout)
         except McpServerError as error:
-            self._note_unknown_outcome(state)
-            if self._server.is_policy_error(error, state):
-                return ToolResponse(text=str(error), status=ToolStatus.user_error)
-            raise
+            state.unknown_outcome = self.name
+            state.has_lost_server |= not isinstance(error, McpAnswerError)
+            return self._answer_to(state, error)
         self._server.note_answer()
         return await self._respond(state, dict(arguments), result)
 
-    async def fork(self, state: McpSession | None) -> McpSession | None:
+    async def fork(self, state: McpSession) -> McpSession:
         """Return a state on which the same calls were made; raises `McpServerError`."""
-        return None if state is None else await self._server.fork(state)
+        return await self._server.fork(state)
 
-    async def release(self, state: McpSession | None, kwargs: Mapping[str, Any]) -> None:
+    async def release(self, state: McpSession, kwargs: Mapping[str, Any]) -> None:
         """End the trajectory's own server."""
-        if state is not None and state.connection is not None:
+        if state.connection is not None:
             await self._server.close_connection(state.connection)
 
+    def _answer_to(
+        self, state: McpSession, error: McpServerError, status: ToolStatus = ToolStatus.user_error
+    ) -> ToolResponse:
+        """Return what the policy reads of an error that it may have caused; raise any other."""
+        if not self._server.is_policy_error(error, state):
+            raise error from None
+        return ToolResponse(text=str(error), status=status)
+
     async def _respond(
-        self, state: McpSession | None, arguments: dict[str, Any], result: mcp_types.CallToolResult
+        self, state: McpSession, arguments: dict[str, Any], result: mcp_types.CallToolResult
     ) -> ToolResponse:
         """Record an answered call, and return what the policy sees of the answer."""
         is_large = count_chars(result) > _MAX_CHARS_ON_LOOP
-        if state is not None and not self._listed.is_read_only:
+        if self._server.config.per_trajectory and not self._listed.is_read_only:
             digest = await call_in_thread(_digest, result) if is_large else _digest(result)
             state.calls.append(_AnsweredCall(self._listed.remote_name, arguments, digest))
         read = partial(
@@ -340,10 +367,6 @@ class McpTool(Tool):
         response = await call_in_thread(read) if is_large else read()
         codec, max_tokens = self._limits.codec, self._limits.max_tokens
         return replace(response, text=truncate_to_tokens(response.text, codec, max_tokens))
-
-    def _note_unknown_outcome(self, state: McpSession | None) -> None:
-        if state is not None:
-            state.unknown_outcome = self.name
 
 
 def make_tools(listed: ListedServer, limits: AnswerLimits) -> list[Tool]:

@@ -91,10 +91,10 @@ async def test_reward_line_may_come_in_pieces(codec):
         pytest.param(
             "while True: print('x' * 100_000)",
             StopReason.trajectory_timeout,
-            "longer than",
+            "its time is over",
             marks=pytest.mark.extended,
         ),
-        ("import time; time.sleep(1000)", StopReason.trajectory_timeout, "longer than"),
+        ("import time; time.sleep(1000)", StopReason.trajectory_timeout, "its time is over"),
     ],
     ids=["exit code", "exception", "killed", "nonsense", "flood", "hangs"],
 )
@@ -122,18 +122,36 @@ sys.exit(1)
     [
         ("import os; os.kill(os.getpid(), 9)", {}, StopReason.policy_error),
         ("import os; os.kill(os.getpid(), 15)", {}, StopReason.policy_error),
-        ("import os; os.kill(os.getpid(), 11)", {}, StopReason.agent_failure),
+        ("import os; os.kill(os.getpid(), 11)", {}, StopReason.agent_crash),
+        ("import os; os._exit(1)", {}, StopReason.agent_crash),
+        ("raise OSError('disk full')", {}, StopReason.agent_crash),
+        ("print('no reward')", {"reads_reward": True}, StopReason.agent_crash),
+        ("print('NaN')", {"reads_reward": True}, StopReason.agent_crash),
+        ("import os; os._exit(1)", {"isolation": "none"}, StopReason.agent_failure),
+        (
+            "print('no reward')",
+            {"isolation": "none", "reads_reward": True},
+            StopReason.agent_failure,
+        ),
         ("import os; os.kill(os.getpid(), 9)", {"isolation": "none"}, StopReason.agent_failure),
         (EAT, {"memory_limit_mib": 128}, StopReason.policy_error),
     ],
-    ids=["killed", "terminated", "crashed", "without a sandbox", "memory"],
+    ids=[
+        *("killed", "terminated", "crashed", "exits", "raises", "prints no reward", "prints NaN"),
+        *("exits without a sandbox", "prints no reward without a sandbox"),
+        *("killed without a sandbox", "memory"),
+    ],
 )
-async def test_who_ends_an_agent_in_its_sandbox_after_an_answer(
+async def test_in_its_sandbox_no_end_of_an_agent_after_an_answer_is_masked(
     codec, program, options, stop_reason
 ):
-    """In a sandbox only what the policy has caused can kill it."""
+    """There only what the policy has caused can kill it, and that with any exit code."""
     trajectory = await run_agent(codec, agent_of(f"{ASK}\n{program}", **options))
     assert trajectory.stop_reason is stop_reason
+    assert trajectory.failed == (options.get("isolation") == "none")
+    if not trajectory.failed:
+        assert trajectory.tool_rewards == {} and sum(trajectory.loss_mask) > 0
+        assert trajectory.turns[-1].outcome.answer
 
 
 async def test_command_has_no_network_but_the_gateway(codec):

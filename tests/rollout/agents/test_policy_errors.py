@@ -216,11 +216,11 @@ MaxTurnsExceeded = type("MaxTurnsExceeded", (Exception,), {"__module__": "agents
     [
         (f"{FRAMEWORK}raise_deeply(MaxTurnsExceeded('10'))", StopReason.policy_error, ()),
         ("raise_deeply(GaveUp('x\\ny: z'))", StopReason.policy_error, ["GaveUp"]),
-        ("raise_deeply(GaveUp())", StopReason.agent_failure, ()),
+        ("raise_deeply(GaveUp())", StopReason.agent_crash, ()),
         ("print(json.dumps({'error': 'PolicyError'})); sys.exit(3)", StopReason.policy_error, ()),
-        ("print(json.dumps({'error': 'Other'})); sys.exit(3)", StopReason.agent_failure, ()),
+        ("print(json.dumps({'error': 'Other'})); sys.exit(3)", StopReason.agent_crash, ()),
         ("print(json.dumps({'error': 'PolicyError'}))", StopReason.eos, ()),
-        ("print('[' * 9999); sys.exit('agents.MaxTurnsExceeded: x')", StopReason.agent_failure, ()),
+        ("print('[' * 9999); sys.exit('agents.MaxTurnsExceeded: x')", StopReason.agent_crash, ()),
     ],
     ids=[
         *("traceback", "configured", "unknown", "line of JSON", "other line"),

@@ -1,10 +1,12 @@
 """Calls of MCP tools, forks, timeouts and restarts; the servers have no process of their own."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 import pytest
 
 from mega_agentrl.tool.mcp import server
+from mega_agentrl.tool.mcp.connection import McpConnection
 from mega_agentrl.types.errors import ToolSessionError
 from mega_agentrl.types.records import ToolStatus
 from tests.tool.mcp.example_server import PNG
@@ -27,7 +29,7 @@ def shared(tmp_path_factory):
     return list_example(tmp_path_factory.mktemp("shared"), per_trajectory=False)
 
 
-async def test_every_kind_of_answer(listed):
+async def test_every_kind_of_answer_becomes_an_outcome(listed):
     async with started_toolkit(listed) as kit, opened(kit) as session:
         outcome = await session.execute("picture", {})
         assert (outcome.status, outcome.images) == (ToolStatus.ok, (PNG,))
@@ -38,8 +40,6 @@ async def test_every_kind_of_answer(listed):
         assert outcome.is_invalid_call
         outcome = await session.execute("refuse", {})
         assert (outcome.status, outcome.answer) == (ToolStatus.user_error, "no such row")
-        outcome = await session.execute("break_down", {})
-        assert (outcome.status, "out of order" in outcome.answer) == (ToolStatus.infra_error, True)
         assert len(await answer(session, "flood", length=100_000)) <= 200
         assert "</result>" not in await answer(session, "close_tags")
         assert await answer(session, "total") == "-1"
@@ -118,18 +118,79 @@ async def test_a_server_that_has_never_answered_is_an_error_of_the_run(listed, t
         assert (await session.execute(tool, {})).status is ToolStatus.infra_error
 
 
+@pytest.mark.parametrize("kind", ["own", "shared"])
+async def test_an_error_of_the_protocol_is_the_policys_while_the_server_answers_others(
+    listed, shared, kind, monkeypatch
+):
+    which = listed if kind == "own" else shared
+    async with started_toolkit(which) as kit, opened(kit) as session, opened(kit) as other:
+        assert await answer(other, "total") == "0"
+        outcome = await session.execute("break_down", {})
+        assert (outcome.status, "out of order" in outcome.answer) == (ToolStatus.user_error, True)
+        monkeypatch.setattr(server, "ANSWER_PROOF_S", 0.0)
+        assert (await session.execute("break_down", {})).status is ToolStatus.infra_error
+
+
 async def test_a_shared_server_is_started_once_and_again_after_it_died(shared):
     async with started_toolkit(shared) as kit, opened(kit) as first, opened(kit) as second:
         assert await answer(first, "add", amount=3) == "3"
         assert await answer(second, "add", amount=4) == "7"
         assert await answer(await first.fork(), "total") == "7"
         waiting = asyncio.create_task(first.execute("wait", {}))
-        assert (await second.execute("die", {})).status is ToolStatus.infra_error
-        assert (await waiting).status is ToolStatus.infra_error
+        outcome = await second.execute("die", {})
+        assert outcome.status is ToolStatus.user_error
+        assert "the server closed the connection" in outcome.answer
+        assert (await waiting).status is ToolStatus.user_error
         assert await answer(second, "total") == "0"
 
 
-async def test_restarts_without_an_answer_are_bounded(shared):
+async def test_a_shared_server_that_a_call_ends_each_time_masks_nobody_and_stays_for_others(shared):
+    async with started_toolkit(shared) as kit, opened(kit) as good, opened(kit) as bad:
+        assert await answer(good, "add", amount=3) == "3"
+        for _ in range(server.MAX_RESTARTS + 3):
+            assert (await bad.execute("die", {})).status is ToolStatus.user_error
+        assert await answer(good, "total") == "0"
+
+
+async def test_a_shared_server_that_cannot_be_started_again_fails_only_who_has_not_lost_it(shared):
+    async with (
+        started_toolkit(shared) as kit,
+        opened(kit) as bad,
+        opened(kit) as waiting,
+        opened(kit) as good,
+    ):
+        assert await answer(good, "add", amount=3) == "3"
+        in_flight = asyncio.create_task(waiting.execute("wait", {}))
+        await asyncio.sleep(0)
+        assert (await bad.execute("die", {})).status is ToolStatus.user_error
+        assert (await in_flight).status is ToolStatus.user_error
+        fork = await bad.fork()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(McpConnection, "_transport", _unreachable)
+            for _ in range(server.MAX_RESTARTS + 2):
+                outcomes = [await s.execute("total", {}) for s in (bad, fork, waiting, good)]
+                statuses = [outcome.status for outcome in outcomes]
+                assert statuses == [*[ToolStatus.user_error] * 3, ToolStatus.infra_error]
+        assert "not started again" in outcomes[-1].answer
+        await fork.release()
+
+
+@asynccontextmanager
+async def _unreachable(connection):
+    raise OSError("connection refused")
+    yield
+
+
+async def test_calls_of_a_trajectory_on_a_shared_server_run_at_the_same_time(shared):
+    async with started_toolkit(shared) as kit, opened(kit) as session:
+        slow = asyncio.create_task(session.execute("wait", {}))
+        await asyncio.sleep(0)
+        assert await answer(session, "total") == "0"
+        assert not slow.done()
+        slow.cancel()
+
+
+async def test_restarts_before_any_answer_are_bounded(shared):
     async with started_toolkit(shared) as kit, opened(kit) as session:
         outcomes = [await session.execute("die", {}) for _ in range(server.MAX_RESTARTS + 3)]
     assert all(outcome.status is ToolStatus.infra_error for outcome in outcomes)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -68,8 +69,32 @@ async def test_a_shared_server_is_started_again_after_it_died(listed):
     async with started_toolkit(shared) as kit, opened(kit) as first, opened(kit) as second:
         assert await answer(first, "add", amount=3) == "3"
         waiting = asyncio.create_task(first.execute("wait", {}))
-        assert (await second.execute("die", {})).status is ToolStatus.infra_error
-        assert (await waiting).status is ToolStatus.infra_error
+        for _ in range(2):
+            assert (await second.execute("die", {})).status is ToolStatus.user_error
+        assert (await waiting).status is ToolStatus.user_error
+        assert await answer(second, "total") == "0"
+        connection = kit._tools["total"].tool._server._shared
+        os.kill(connection._process.pid, signal.SIGKILL)
+        while not connection.is_lost:
+            await asyncio.sleep(0.01)
+        assert await answer(first, "total") == "0", "it died between two calls"
+
+
+@pytest.mark.extended
+async def test_a_shared_server_that_hangs_in_a_call_masks_nobody(listed, monkeypatch):
+    monkeypatch.setattr(server, "_PING_TIMEOUT_S", 0.5)
+    config = replace(listed.config, per_trajectory=False, timeout_s=5.0)
+    async with (
+        started_toolkit(replace(listed, config=config)) as kit,
+        opened(kit) as first,
+        opened(kit) as second,
+    ):
+        assert await answer(first, "add", amount=3) == "3"
+        hanging, stuck = await asyncio.gather(
+            first.execute("hang", {}), second.execute("total", {})
+        )
+        assert hanging.status is ToolStatus.timeout
+        assert stuck.status is not ToolStatus.infra_error
         assert await answer(second, "total") == "0"
 
 
@@ -96,7 +121,7 @@ def url():
         yield url
 
 
-def test_a_shared_server_over_streamable_http(url, tmp_path):
+def test_a_shared_server_answers_over_streamable_http(url, tmp_path):
     headers = {"Authorization": "Bearer ${EXAMPLE_TOKEN}"}
     (listed,) = list_servers(
         write_servers(tmp_path, web={"url": url, "headers": headers}), VARIABLES
@@ -122,7 +147,7 @@ def test_a_refused_header_is_not_shown(url, tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("per_trajectory", [False, True], ids=["shared", "own_session"])
-def test_a_server_over_streamable_http_that_dies(tmp_path, per_trajectory):
+def test_a_server_over_streamable_http_that_dies_is_lost_or_asked_again(tmp_path, per_trajectory):
     with http_server() as url:
         headers = {"Authorization": "Bearer ${EXAMPLE_TOKEN}"}
         entry = {"url": url, "headers": headers, "per_trajectory": per_trajectory}
@@ -132,7 +157,9 @@ def test_a_server_over_streamable_http_that_dies(tmp_path, per_trajectory):
             async with started_toolkit(listed) as kit, opened(kit) as first, opened(kit) as second:
                 assert await answer(first, "add", amount=3) == "3"
                 assert await answer(second, "add", amount=4) == "7"
-                assert (await first.execute("die", {})).status is ToolStatus.infra_error
-                assert (await first.execute("total", {})).status is ToolStatus.infra_error
+                assert (await first.execute("die", {})).status is ToolStatus.user_error
+                assert (await first.execute("total", {})).status is ToolStatus.user_error
+                expected = ToolStatus.user_error if per_trajectory else ToolStatus.infra_error
+                assert (await second.execute("total", {})).status is expected
 
         asyncio.run(use())
