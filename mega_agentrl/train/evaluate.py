@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from mega_agentrl.config.schema import TrainConfig
+    from mega_agentrl.rollout.metrics.names import NamesOfRun
     from mega_agentrl.types.components import Components
     from mega_agentrl.types.records import Prompt, RolloutTree
 
@@ -97,10 +98,12 @@ def evaluate_validation_set(
     components: Components,
     config: TrainConfig,
     save_trees: Callable[[str, Sequence[RolloutTree]], None] | None = None,
+    metric_names: NamesOfRun | None = None,
 ) -> ValidationResult:
     """Evaluate on `data.validation` with the settings of `evaluate`.
 
-    `save_trees` is called with the name suffix ("" or "_greedy") and the trees of each pass.
+    `save_trees` is called with the name suffix ("" or "_greedy") and the trees of each pass, and
+    `metric_names` are the names in the metrics of the run so far.
     """
     settings = config.evaluate
     questions = first_questions(components.validation_prompts, settings.num_questions)
@@ -112,6 +115,7 @@ def evaluate_validation_set(
         temperature=settings.temperature,
         name="held-out",
         save_trees=None if save_trees is None else partial(save_trees, ""),
+        metric_names=metric_names,
     )
     greedy = None
     if settings.greedy:
@@ -123,6 +127,7 @@ def evaluate_validation_set(
             temperature=0.0,
             name="held-out-greedy",
             save_trees=None if save_trees is None else partial(save_trees, "_greedy"),
+            metric_names=metric_names,
         )
     return ValidationResult(sampled=sampled, greedy=greedy)
 
@@ -144,6 +149,7 @@ def evaluate(
     temperature: float,
     name: str,
     save_trees: Callable[[Sequence[RolloutTree]], None] | None = None,
+    metric_names: NamesOfRun | None = None,
 ) -> EvalResult:
     """Sample `num_samples` answers to each question and return their means.
 
@@ -163,7 +169,7 @@ def evaluate(
     warn_missing_rewards(trees, "are in no mean of the evaluation")
     if save_trees is not None:
         save_trees(trees)
-    return compute_eval_result(trees, num_samples=num_samples)
+    return compute_eval_result(trees, num_samples=num_samples, metric_names=metric_names)
 
 
 def sample_trees(
@@ -198,7 +204,9 @@ def sample_trees(
     return trees
 
 
-def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> EvalResult:
+def compute_eval_result(
+    trees: Sequence[RolloutTree], *, num_samples: int, metric_names: NamesOfRun | None = None
+) -> EvalResult:
     """Return the means over the answers of finished trees.
 
     Trees of prompts with the same id are answers to one question.
@@ -206,6 +214,7 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
     Args:
         trees: the trees.
         num_samples: answers in each tree.
+        metric_names: names in the metrics of the run so far.
     """
     reward: defaultdict[str, list[float]] = defaultdict(list)
     question_means: list[float] = []
@@ -244,7 +253,7 @@ def compute_eval_result(trees: Sequence[RolloutTree], *, num_samples: int) -> Ev
         success=_mean([is_correct for _, is_correct in all_scores]),
         reward_by_source={source: _mean(values) for source, values in sorted(reward.items())},
         success_by_source={source: _mean(values) for source, values in sorted(success.items())},
-        metrics=rollout_metrics(trees),
+        metrics=rollout_metrics(trees, metric_names),
         pass_at_k={
             f"{measure}/{source}" if source else measure: value
             for source, questions in sorted(correct_by_question.items())

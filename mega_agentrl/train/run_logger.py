@@ -30,6 +30,7 @@ from mega_agentrl.report.validation_console import (
 from mega_agentrl.rollout.io.render import render_trajectory
 from mega_agentrl.rollout.metrics.entropy import EntropyCurves, collect_entropy_curves
 from mega_agentrl.rollout.metrics.failures import FailureCounts, count_failures
+from mega_agentrl.rollout.metrics.names import NamesOfRun
 from mega_agentrl.rollout.metrics.rollout import rollout_metrics
 from mega_agentrl.train.advantages import mismatch_metrics
 from mega_agentrl.train.output.metric_writer import (
@@ -124,6 +125,8 @@ class RunLogger:
         self._rollout_writer = RolloutWriter(run_dir, config)
         self._entropy_curves = EntropyCurves()
         self._failures = FailureCounts()
+        self.metric_names = NamesOfRun()
+        """Names of others in the metrics of the run."""
         self._last_trees: Sequence[RolloutTree] = ()
         self._stage_s: dict[str, float] = {}
         self._running_stage: tuple[str, float] | None = None
@@ -235,7 +238,7 @@ class RunLogger:
         mismatch = mismatch_metrics(batch)
         failures = count_failures(rollout_batch.finished_trees)
         metrics: dict[str, float | str] = {
-            **rollout_metrics(trees),
+            **rollout_metrics(trees, self.metric_names),
             **group_metrics,
             **_first_failure_metric(failures),
             **mismatch,

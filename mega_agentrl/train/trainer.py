@@ -259,7 +259,10 @@ def _run_validation(
 ) -> ValidationResult:
     with logger.phase_timer.phase("evaluate"):
         held_out = evaluate_validation_set(
-            components, config, partial(logger.save_validation_rollouts, when)
+            components,
+            config,
+            partial(logger.save_validation_rollouts, when),
+            logger.metric_names,
         )
     result = logger.log_validation(when, held_out)
     failure_guard = FailureGuard(config.rollout.max_failed_fraction)

@@ -134,4 +134,5 @@ def _evaluate_dev_set(
             num_samples=1,
             temperature=config.rollout.temperature,
             name=f"dev-{step}",
+            metric_names=logger.metric_names,
         )

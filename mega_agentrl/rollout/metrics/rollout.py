@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.rollout.metrics.entropy import entropy_metrics
-from mega_agentrl.rollout.metrics.names import FIELD_PATTERN, MetricNames
+from mega_agentrl.rollout.metrics.names import FIELD_PATTERN, MetricNames, NamesOfRun
 from mega_agentrl.types.records import Role, StopReason, ToolStatus
 
 if TYPE_CHECKING:
@@ -34,14 +34,23 @@ LIMIT_STOP_REASONS = (
     StopReason.length,
     StopReason.turn_limit,
     StopReason.call_limit,
+    StopReason.time_limit,
     StopReason.trajectory_timeout,
     StopReason.interaction_limit,
 )
 """Stop reasons of trajectories that used up a budget."""
 
 
-def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
-    """Return all metrics of a batch of trees."""
+def rollout_metrics(
+    trees: Sequence[RolloutTree], names: NamesOfRun | None = None
+) -> dict[str, float]:
+    """Return all metrics of a batch of trees.
+
+    Args:
+        trees: The trees.
+        names: Names in the metrics of earlier batches of the run; None for a batch alone.
+    """
+    names = names or NamesOfRun()
     trajectories = [trajectory for tree in trees for trajectory in tree.trajectories]
     valid = [trajectory for trajectory in trajectories if not trajectory.failed]
     scores = valid_scores(trajectories)
@@ -67,14 +76,14 @@ def rollout_metrics(trees: Sequence[RolloutTree]) -> dict[str, float]:
         ),
         **branch_metrics(trees),
         **_stop_reason_shares(trajectories),
-        **_request_metrics(trajectories),
-        **_tool_call_metrics(valid, _names_of_tools(trajectories)),
-        **tool_metrics(trajectories),
+        **_request_metrics(trajectories, names),
+        **_tool_call_metrics(valid, _names_of_tools(trajectories, names)),
+        **tool_metrics(trajectories, names),
         **entropy_metrics(trajectories),
         **greedy_metrics(trees),
     }
     named = {f"rollout/{name}": value for name, value in values.items()}
-    return named | reward_metrics(trajectories)
+    return named | reward_metrics(trajectories, names)
 
 
 def _length_metrics(trees: Sequence[RolloutTree], valid: Sequence[Trajectory]) -> dict[str, float]:
@@ -97,7 +106,9 @@ def _stop_reason_shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _request_metrics(
+    trajectories: Sequence[Trajectory], names_of_run: NamesOfRun
+) -> dict[str, float]:
     """Return metrics of the requests of agents, named ``agent/...``; empty for the native loop.
 
     requests_mean, branches_mean  mean per attempt; a branch is a history that was rewritten, or the
@@ -114,7 +125,9 @@ def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, count in totals.items()
         if name.startswith("ignored/")
     }
-    names = MetricNames(Counter(by_field).elements(), pattern=FIELD_PATTERN)
+    names = MetricNames(
+        Counter(by_field).elements(), names_of_run.of_kind("ignored"), pattern=FIELD_PATTERN
+    )
     num_ignored: Counter[str] = Counter()
     for name, count in by_field.items():
         num_ignored[f"agent/ignored/{names[name]}"] += count
@@ -127,7 +140,7 @@ def _request_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return means | ignored
 
 
-def _names_of_tools(trajectories: Sequence[Trajectory]) -> MetricNames:
+def _names_of_tools(trajectories: Sequence[Trajectory], names_of_run: NamesOfRun) -> MetricNames:
     """Return the names of tools; made up are those of no prompt of which no call ran."""
     outcomes = [outcome for trajectory in trajectories for outcome in _tool_outcomes(trajectory)]
     rewarded = [
@@ -139,7 +152,8 @@ def _names_of_tools(trajectories: Sequence[Trajectory]) -> MetricNames:
     known = {str(schema.get("function", {}).get("name")) for schema in schemas}
     known.update(outcome.tool for outcome in outcomes if not outcome.is_invalid_call)
     called = [outcome.tool for outcome in outcomes]
-    return MetricNames([*called, *rewarded], made_up=set(called) - known)
+    earlier = names_of_run.of_kind("tool")
+    return MetricNames([*called, *rewarded], earlier, made_up=set(called) - known)
 
 
 def _tool_call_metrics(trajectories: Sequence[Trajectory], names: MetricNames) -> dict[str, float]:
@@ -226,7 +240,9 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def tool_metrics(
+    trajectories: Sequence[Trajectory], names_of_run: NamesOfRun | None = None
+) -> dict[str, float]:
     """Return metrics of each tool, named ``tool/<name>/...``; empty without calls and rewards.
 
     num_calls, num_<status>   calls, total and by status; failures outside of calls count as
@@ -238,7 +254,8 @@ def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     A call in a shared prefix counts once; rewards count for every trajectory on whose path they
     lie. Quantiles are observed values (nearest rank).
     """
-    names = _names_of_tools(trajectories)
+    names_of_run = names_of_run or NamesOfRun()
+    names = _names_of_tools(trajectories, names_of_run)
     outcomes: defaultdict[str, list[ToolOutcome]] = defaultdict(list)
     for trajectory in trajectories:
         for turn in trajectory.turns:
@@ -246,14 +263,16 @@ def tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
                 outcomes[names[turn.outcome.tool]].append(turn.outcome)
     values: dict[str, float] = {}
     for name, calls in sorted(outcomes.items()):
-        values |= {f"tool/{name}/{key}": value for key, value in _call_metrics(calls).items()}
+        measured = _call_metrics(calls, names_of_run.of_kind(f"metric of {name}"))
+        values |= {f"tool/{name}/{key}": value for key, value in measured.items()}
     valid = [trajectory for trajectory in trajectories if not trajectory.failed]
     return values | _tool_reward_metrics(valid, names)
 
 
-def _call_metrics(outcomes: Sequence[ToolOutcome]) -> dict[str, float]:
+def _call_metrics(outcomes: Sequence[ToolOutcome], earlier: set[str]) -> dict[str, float]:
     latency_s = sorted(outcome.latency_s for outcome in outcomes)
-    names = MetricNames((key for item in outcomes for key in item.metrics), pattern=FIELD_PATTERN)
+    keys = (key for item in outcomes for key in item.metrics)
+    names = MetricNames(keys, earlier, pattern=FIELD_PATTERN)
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for key, value in outcome.metrics.items():
@@ -311,7 +330,9 @@ def greedy_metrics(trees: Iterable[RolloutTree]) -> dict[str, float]:
     }
 
 
-def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def reward_metrics(
+    trajectories: Sequence[Trajectory], names_of_run: NamesOfRun | None = None
+) -> dict[str, float]:
     """Return metrics of the parts of the reward, as means over valid trajectories.
 
     reward/<part>           weighted contribution of a part; only for rewards with several parts
@@ -320,10 +341,12 @@ def reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     reward/failed_fraction  share of all trajectories whose reward could not be computed
     reward/abstained_fraction  share of those that the functions gave no score on purpose, if any
     """
+    names_of_run = names_of_run or NamesOfRun()
     scores = valid_scores(trajectories)
     names = {
         part: MetricNames(
             (name for score in scores for name in score.extra_info.get(part, ())),
+            names_of_run.of_kind(f"field of {part}"),
             pattern=FIELD_PATTERN,
         )
         for part in {part for score in scores for part in score.extra_info}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
 from mega_agentrl.rollout.collector import collect_rollouts
 from mega_agentrl.rollout.io.nodes import to_node_tree
-from mega_agentrl.rollout.metrics.names import MAX_NAMES
+from mega_agentrl.rollout.metrics.names import MAX_NAMES, NamesOfRun
 from mega_agentrl.rollout.metrics.rollout import (
     branch_metrics,
     greedy_metrics,
@@ -341,6 +341,31 @@ def test_names_that_others_choose_make_a_bounded_number_of_metrics():
     assert got["rollout/calls/python"] == 9
     other = [name for name in got if name.startswith("rollout/tool/other/metric/")]
     assert len(other) == MAX_NAMES + 1
+
+
+def test_new_names_in_each_step_make_as_many_metrics_of_a_run_as_in_one_step():
+    names = NamesOfRun()
+    keys = set()
+    for step in range(20):
+        one = _called(*(_outcome(f"tool_{step}_{number}", new=step) for number in range(9)))
+        one.request_counts = {"requests": 1, **{f"ignored/{step}_{n}": 1 for n in range(9)}}
+        fields = {f"{step}_{number}": 1.0 for number in range(9)}
+        one.score = replace(_score(1.0, True), extra_info={"mine": fields})
+        got = rollout_metrics([RolloutTree(prompt=PROMPT, trajectories=[one])], names)
+        assert sum(got[name] for name in got if name.startswith("rollout/calls/")) == 9
+        keys |= got.keys()
+    for head in ("rollout/calls/", "rollout/agent/ignored/", "reward/mine/"):
+        assert sum(key.startswith(head) for key in keys) == MAX_NAMES + 1
+        assert {f"{head}other"} < keys
+    assert {"rollout/calls/tool_0_0", "rollout/calls/tool_6_0"} < keys
+
+
+def test_names_that_a_run_has_had_keep_their_metrics():
+    names = NamesOfRun()
+    for number in (0, *range(1, 100), 0):
+        one = _called(_outcome(f"tool_{number}"), *[_outcome(f"new_{number}")] * 9)
+        got = rollout_metrics([RolloutTree(prompt=PROMPT, trajectories=[one])], names)
+    assert (got["rollout/calls/tool_0"], got["rollout/calls/new_0"]) == (1, 9)
 
 
 def test_names_of_no_tool_are_unknown_and_those_of_a_prompt_are_kept():
