@@ -6,9 +6,10 @@ file and a report with its plan; rank 0 builds the global metadata from the repo
 Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the
 result. The ranks are synchronised by `checkpoint.save_barrier`, without collectives.
 
-The reports are pickled. They go from the ranks to rank 0 of one save, through the folder that rank
-0 has created for it under an unused name, and are removed before it becomes a checkpoint: none is
-ever read from the folder of an earlier run, or of somebody else's.
+The reports are pickled, because torch's plans have no other form, and read by `_ReportUnpickler`,
+which calls nothing but the records of such plans. They go from the ranks to rank 0 of one save,
+through the folder that rank 0 has created for it under a random name, and are removed before it
+becomes a checkpoint: none is ever read from the folder of an earlier run, or of somebody else's.
 
 The private names that are imported from Megatron and torch are those of the pinned version,
 megatron-core 0.16.1.
@@ -16,12 +17,14 @@ megatron-core 0.16.1.
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -47,6 +50,32 @@ if TYPE_CHECKING:
 
 _BACKEND, _VERSION = "torch_dist", 1
 _METADATA_FILE, _CONFIG_FILE = ".metadata", "metadata.json"
+_CHECKPOINT_MODULE = "torch.distributed.checkpoint"
+_REPORT_NAMES = frozenset(
+    {
+        (__name__, "_WriteReport"),
+        (FileRecord.__module__, "FileRecord"),
+        ("torch.serialization", "_get_layout"),
+        (f"{_CHECKPOINT_MODULE}.filesystem", "_StorageInfo"),
+        (f"{_CHECKPOINT_MODULE}.filesystem", "_StoragePrefix"),
+        (f"{_CHECKPOINT_MODULE}.storage", "WriteResult"),
+        *(
+            (f"{_CHECKPOINT_MODULE}.planner", name)
+            for name in (
+                *("BytesIOWriteData", "SavePlan", "TensorWriteData"),
+                *("WriteItem", "WriteItemType"),
+            )
+        ),
+        *(
+            (f"{_CHECKPOINT_MODULE}.metadata", name)
+            for name in (
+                *("ChunkStorageMetadata", "MetadataIndex"),
+                *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+            )
+        ),
+    }
+)
+"""Names that a report may refer to, beside dtypes and `torch.Size`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +125,7 @@ def finalize_checkpoint(
         ValueError: If a tensor ends beyond its file.
     """
     paths = [_report_path(folder, rank) for rank in range(num_ranks)]
-    reports: list[_WriteReport] = [pickle.loads(path.read_bytes()) for path in paths]
+    reports = [_read_report(path) for path in paths]
     _, metadata = _make_planner({}).create_global_plan([report.plan for report in reports])
     _check_coverage(folder, metadata, expected)
     _make_writer(folder).finish(metadata, [report.results for report in reports])
@@ -108,6 +137,34 @@ def finalize_checkpoint(
         path.unlink()
     common_files = (_METADATA_FILE, _CONFIG_FILE, COMMON_STATE_FNAME)
     return files | {name: FileRecord.from_file(folder / name) for name in common_files}
+
+
+class _ReportUnpickler(pickle.Unpickler):
+    """Reads a report; any name that no report has is an `UnpicklingError`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class of `_REPORT_NAMES`, a dtype or `torch.Size`."""
+        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        if (module, name) not in _REPORT_NAMES:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _read_report(path: Path) -> _WriteReport:
+    """Return the report of a rank.
+
+    Raises:
+        ValueError: If the file is something else.
+    """
+    try:
+        report = _ReportUnpickler(io.BytesIO(path.read_bytes())).load()
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise InputError(f"report {path}", f"{error}", "the report of a rank") from error
+    if not isinstance(report, _WriteReport):
+        raise InputError(f"report {path}", type(report).__name__, "the report of a rank")
+    return report
 
 
 def _check_coverage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -85,3 +86,29 @@ def test_a_file_that_is_too_short_is_an_error(write):
     with pytest.raises(InputError) as caught:
         finalize_checkpoint(folder, 1, {"a": (4, 5)})
     assert caught.value.expected == f"at most {record.num_bytes}"
+
+
+class Planted:
+    def __reduce__(self):
+        return os.system, ("exit",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(pickle.dumps(Planted()), id="code"),
+        pytest.param(pickle.dumps(torch.float32), id="another_value"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+def test_a_report_that_is_something_else_is_refused_and_calls_nothing(write, monkeypatch, content):
+    folder = write(0, ("a", WHOLE, (4, 5), (0, 0)))
+    report = folder / "__0_report.pickle"
+    report.write_bytes(content)
+    monkeypatch.setattr(os, "system", lambda _: pytest.fail("it was called"))
+    with pytest.raises(InputError) as caught:
+        finalize_checkpoint(folder, 1, {"a": (4, 5)})
+    assert (caught.value.name, caught.value.expected) == (
+        f"report {report}",
+        "the report of a rank",
+    )
