@@ -109,8 +109,8 @@ def _unix_lines(text: str) -> str:
 def _normalize_numbers(value: Any, depth: int = MAX_DEPTH) -> Any:
     """Return a JSON value with its numbers as JavaScript reads and writes them.
 
-    Whole floats up to `MAX_EXACT_INT` become integers, and larger integers doubles. What is nested more deeply
-    than `depth` becomes null.
+    Whole floats up to `MAX_EXACT_INT` become integers, and larger integers doubles. What is nested
+    more deeply than `depth` becomes null.
     """
     if isinstance(value, dict | list) and not depth:
         return None
