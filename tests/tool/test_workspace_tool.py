@@ -1,5 +1,6 @@
 """The tools `bash` and `edit` on a workspace, and the reward of a command in it."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -95,6 +96,20 @@ async def test_the_example_is_solved_in_a_fork_and_not_in_its_parent(toolkit):
     assert await session.calc_reward() == {"bash": 0.0}
     await session.release()
     await child.release()
+
+
+@in_module_loop
+async def test_a_call_that_the_time_limit_cuts_off_does_not_keep_the_reward_from_being_computed(
+    toolkit,
+):
+    session = toolkit.open_session()
+    await session.create({"bash": {"create_kwargs": {"reward_command": "test -e done"}}})
+    assert (await call(session, "bash", command="touch done"))[0] is ToolStatus.ok
+    cut = asyncio.create_task(call(session, "bash", command="sleep 600"))
+    await asyncio.sleep(0.1)  # whether it has begun makes no difference
+    cut.cancel()
+    assert await session.calc_reward() == {"bash": 1.0}
+    await session.release()
 
 
 @in_module_loop
