@@ -24,7 +24,8 @@ passes if
 
 A turn without a call in the ground truth is not checked, so that calls there matter only by the
 state that they leave. The final reward is 1 if all turns passed, else 0. The classes must be
-deterministic: tools and checks run every call once each.
+deterministic: tools and checks run every call once each. Calls of the policy that take longer than
+half of `timeout_s` here do not pass either: they are its own choice.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from mega_agentrl.rollout.interaction.base import Interaction, Reply
 from mega_agentrl.tool.api_classes import SCENARIO_KEYS, ApiClasses, ApiState
 from mega_agentrl.tool.base import ToolInputError
 from mega_agentrl.tool.call_protocol.hermes import HermesProtocol
+from mega_agentrl.tool.deadline import DeadlineExceededError, run_with_deadline
 from mega_agentrl.tool.function import run_in_thread
 from mega_agentrl.tool.interface_check import validated_schema
 from mega_agentrl.types.records import ToolCall
@@ -127,7 +129,15 @@ class StateCheckUser(Interaction):
 
     async def respond(self, state: _CheckState, messages: Sequence[Message]) -> Reply:
         """Check the turn that ends here, and pose the next one."""
-        failure = await run_in_thread(partial(self._check_turn, state, list(messages)))
+        run = partial(self._run_calls, state, list(messages))
+        limit_s = self.timeout_s / 2
+        try:
+            num_calls = await run_with_deadline(run_in_thread(run), limit_s)
+        except DeadlineExceededError:
+            # A thread still changes the state, so that nothing can follow.
+            state.failure = state.failure or f"the policy's calls took longer than {limit_s:g} s"
+            return Reply(is_last=True)
+        failure = await run_in_thread(partial(self._check_turn, state, num_calls))
         state.num_turns += 1
         state.failure = state.failure or failure
         if state.num_turns == len(state.truth) or (state.failure and self._stops_at_failure):
@@ -142,22 +152,28 @@ class StateCheckUser(Interaction):
         """Return 1 if the conversation reached its end and every turn passed, else 0."""
         return float(state.num_turns == len(state.truth) and not state.failure)
 
-    def _check_turn(self, state: _CheckState, messages: Sequence[Message]) -> str:
-        """Run the calls of both sides; return why the turn does not pass, empty if it does."""
+    def _run_calls(self, state: _CheckState, messages: Sequence[Message]) -> int:
+        """Run the calls of the policy, and return how many it made."""
         num_calls = 0
         for call, is_refused in self._iter_calls(messages):
             num_calls += 1
             if not is_refused and call.tool not in state.excluded:
                 state.results += self._run(state.actual, call)
+        return num_calls
+
+    def _check_turn(self, state: _CheckState, num_calls: int) -> str:
+        """Run the calls of the truth; return why the turn does not pass, empty if it does."""
         truth = state.truth[state.num_turns]
         wanted = [state.expected.call(*call)[0] for call in truth]
         if not truth:
             return ""
         if not num_calls:
             return "no call"
-        return compare_states(state.actual, state.expected) or missing_results(
-            state.results, wanted
-        )
+        try:
+            difference = compare_states(state.actual, state.expected)
+        except RecursionError:  # the policy has nested its arguments deeply
+            return "the state is nested too deeply to be compared"
+        return difference or missing_results(state.results, wanted)
 
     def _iter_calls(self, messages: Sequence[Message]) -> list[tuple[ToolCall, bool]]:
         """Return the readable calls since the user's last message, and which were not run."""

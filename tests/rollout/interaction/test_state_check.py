@@ -17,6 +17,7 @@ from mega_agentrl.rollout.interaction.state_check import StateCheckUser
 from mega_agentrl.tool.api_classes import ApiClasses
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import save_tokenizer
+from tests.fakes import make_prompt
 from tests.rollout.chat_run import converse, make_kit, prompt_for
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -174,6 +175,32 @@ async def test_a_fork_goes_on_with_copies_on_both_sides(codec):
     assert await branch_session.calc_reward() == {"state_check": 0.0}
     for one in (tools, branch, session, branch_session):
         await one.release()
+
+
+@in_real_time
+async def test_calls_that_take_too_long_do_not_pass_and_are_no_failure_of_the_user(tmp_path):
+    file = tmp_path / "slow_api.py"
+    file.write_text(
+        "import time\n\n\nclass Slow:\n    def wait(self, seconds: float) -> str:\n"
+        '        """Waits."""\n        time.sleep(seconds)\n        return "done"\n'
+    )
+    user = StateCheckUser([f"{file}:Slow"])
+    user.timeout_s = 2.0
+    registry = InteractionRegistry([user])
+    scenario = {"turns": ["More."], "ground_truth": [["wait(0.0)"], ["wait(0.0)"]]}
+    prompt = make_prompt(extra_info={"interaction_kwargs": scenario})
+    session = registry.open_session(prompt)
+    await session.create()
+    messages = [
+        {"role": "user", "content": "Wait."},
+        {"role": "assistant", "content": call("wait", seconds=1.5)},
+        {"role": "tool", "content": "Timed out."},
+        {"role": "assistant", "content": "ok"},
+    ]
+    _, is_last = await session.respond(messages)
+    assert is_last
+    assert await session.calc_reward() == {"state_check": 0.0}
+    await session.release()
 
 
 @pytest.mark.parametrize(
