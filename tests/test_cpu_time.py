@@ -7,7 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cpu_time import MAX_TEST_S, CpuReport, processor_s
+from tests import cpu_time
+from tests.cpu_time import (
+    MAX_TEST_S,
+    MEASURE_PACE_EVERY_S,
+    REFERENCE_S,
+    CpuReport,
+    Pace,
+    processor_s,
+)
 
 BURN = "import os\nwhile sum(os.times()[:2]) < 0.5: pass\nprint(flush=True)\ninput()"
 WITH_A_CHILD = """
@@ -39,10 +47,10 @@ def test_the_seconds_of_a_child_count_while_it_lives_and_when_it_has_ended():
         parent.communicate(timeout=60)
 
 
-def reported(budget_s, **seconds_by_test):
+def reported(budget_s, pace=1.0, **seconds_by_test):
     report = CpuReport(budget_s)
     for test, seconds in seconds_by_test.items():
-        properties = [("cpu_s", seconds), ("fixture ranks (tests)", 2.0)]
+        properties = [("pace", pace), ("cpu_s", seconds), ("fixture ranks (tests)", 2.0)]
         teardown = SimpleNamespace(when="teardown", nodeid=test, user_properties=properties)
         report.pytest_runtest_logreport(teardown)
     return report
@@ -52,6 +60,29 @@ def test_fixtures_count_for_the_run_but_not_for_the_test_that_needs_them_first()
     report = reported(10.0, first=MAX_TEST_S, second=0.5)
     assert report.total_s == MAX_TEST_S + 0.5 + 2 * 2.0
     assert report.problems() == []
+
+
+def test_seconds_of_a_core_at_half_the_pace_count_half():
+    report = reported(10.0, pace=0.5, first=2 * MAX_TEST_S, second=1.0)
+    assert report.total_s == MAX_TEST_S + 0.5 + 2.0
+    assert report.measured_s == 2 * MAX_TEST_S + 1.0 + 2 * 2.0
+    assert report.problems() == []
+
+
+def test_the_pace_is_that_of_the_fixed_work_and_measured_again_when_it_is_old(monkeypatch):
+    clock = SimpleNamespace(monotonic=0.0, thread_time=0.0)
+    durations = iter([REFERENCE_S, 2 * REFERENCE_S, 4 * REFERENCE_S, REFERENCE_S])
+
+    def fixed_work():
+        clock.thread_time += next(durations)
+
+    monkeypatch.setattr(cpu_time.time, "monotonic", lambda: clock.monotonic)
+    monkeypatch.setattr(cpu_time.time, "thread_time", lambda: clock.thread_time)
+    monkeypatch.setattr(cpu_time, "fixed_work", fixed_work)
+    pace, paces = Pace(), []
+    for clock.monotonic in [0.0, 0.9 * MEASURE_PACE_EVERY_S, 11.0, 22.0, 33.0]:
+        paces.append(round(pace(), 6))
+    assert paces == [1.0, 1.0, 0.75, 0.5, 0.5]  # medians of 1; 1, 1/2; 1, 1/2, 1/4; 1/2, 1/4, 1
 
 
 @pytest.mark.parametrize(
