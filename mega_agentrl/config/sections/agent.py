@@ -19,8 +19,8 @@ class AgentConfig(Section, key="rollout.agent"):
     """
 
     timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 600.0
-    """Maximum number of seconds of an attempt, without the wait for `max_concurrent`, on each of the
-    two clocks of `rollout.trajectory_timeout_s`, which holds as well."""
+    """Maximum number of seconds of an attempt, without the wait for `max_concurrent`, on each of
+    the two clocks of `rollout.trajectory_timeout_s`, which holds as well."""
     max_concurrent: Annotated[int | None, Range(at_least=1, at_most=65_536)] = None
     """Maximum number of attempts that run at once; others wait for their turn. null is 1024, and
     for a command 16 per CPU core, at most 400."""
