@@ -40,6 +40,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ SLACK_MIB = 4.0
 """Growth of memory that says nothing: pages that the allocator holds."""
 QUESTION_INTERVAL_S = 0.05
 NUM_CLIENTS = 16
+SESSIONS_AT_ONCE = 500
 ANSWER_TIMEOUT_S = 20.0
 SETTLE_S = 10.0
 WARM_UP_COUNT = 1_000
@@ -246,7 +248,7 @@ ATTACKS = {
 """An attack, and how many of them run at once."""
 
 
-async def _attack(part: str, port: int, keys: Sequence[str], count: int, seed: int) -> Counter[str]:
+async def _attack(part: str, port: int, keys: Sequence[str], count: int, seed: str) -> Counter[str]:
     attack, num_clients = ATTACKS[part]
     numbers = iter(range(count))
     outcomes: Counter[str] = Counter()
@@ -315,40 +317,58 @@ class GatewaySoak:
         self._seed = seed
         self._port = int(gateway.url.rpartition(":")[2])
         self._spawn = multiprocessing.get_context("spawn")
+        self._thread = ThreadPoolExecutor(1)
 
     async def run(self, part: str, count: int) -> tuple[float, Counter[str]]:
-        """Run a part."""
+        """Run a part; its sessions are open `SESSIONS_AT_ONCE` at a time."""
         (neighbour_key,) = open_sessions(self._gateway, self._context, 1)
-        keys = open_sessions(self._gateway, self._context, count if part == "sessions" else 8)
-        answers, waits = self._spawn.Queue(), self._spawn.Queue()
+        waits = self._spawn.Queue()
         begins, ends = self._spawn.Event(), self._spawn.Event()
-        neighbour = self._spawn.Process(
-            target=run_neighbour, args=(waits, begins, ends, self._port, neighbour_key)
-        )
-        attackers = self._spawn.Process(
-            target=run_attackers, args=(answers, part, self._port, keys, count, self._seed)
-        )
-        neighbour.start()
-        try:
+        outcomes: Counter[str] = Counter()
+        at_once = SESSIONS_AT_ONCE if part == "sessions" else count
+        arguments = (waits, begins, ends, self._port, neighbour_key)
+        async with self._started(run_neighbour, *arguments) as neighbour:
             await _wait(begins.is_set, neighbour)
-            attackers.start()
-            await _wait(lambda: not answers.empty(), attackers)
+            for first in range(0, count, at_once):
+                outcomes += await self._attack(part, min(at_once, count - first), first)
             ends.set()
             await _wait(lambda: not waits.empty(), neighbour)
-            outcomes, longest_s = answers.get(), waits.get()
-        finally:
-            for process in (attackers, neighbour):
-                if process.pid is not None:
-                    process.join(5)
-                    process.kill()
-                    process.join()
-                process.close()
-            for queue in (answers, waits):
-                queue.close()
-                queue.join_thread()
-        for key in (neighbour_key, *keys):
-            await self._gateway.close_session(key)
+            longest_s = waits.get()
+        _close_queue(waits)
+        await self._gateway.close_session(neighbour_key)
         return longest_s, outcomes
+
+    async def _attack(self, part: str, count: int, first: int) -> Counter[str]:
+        """Attack from a process of its own, with new sessions."""
+        keys = open_sessions(self._gateway, self._context, count if part == "sessions" else 8)
+        answers = self._spawn.Queue()
+        arguments = (answers, part, self._port, keys, count, f"{self._seed}/{first}")
+        async with self._started(run_attackers, *arguments) as attackers:
+            await _wait(lambda: not answers.empty(), attackers)
+            outcomes: Counter[str] = answers.get()
+        _close_queue(answers)
+        for key in keys:
+            await self._gateway.close_session(key)
+        return outcomes
+
+    @contextlib.asynccontextmanager
+    async def _started(self, target: Callable[..., None], *arguments: Any) -> AsyncIterator[Any]:
+        """Run a function in a process; the loop waits neither for its start nor for its end."""
+        process = self._spawn.Process(target=target, args=arguments)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, process.start)
+        try:
+            yield process
+            await loop.run_in_executor(self._thread, process.join, 5)
+        finally:
+            process.kill()
+            await loop.run_in_executor(self._thread, process.join)
+            process.close()
+
+
+def _close_queue(queue: Any) -> None:
+    queue.close()
+    queue.join_thread()
 
 
 async def _wait(condition: Callable[[], bool], process: Any) -> None:

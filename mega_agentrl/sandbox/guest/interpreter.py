@@ -237,9 +237,9 @@ def _serve_orders(channel: Channel, settings: GuestSettings) -> None:
             # Make room for the descriptors that come with an order, however many are open.
             max_open_files = _set_open_file_limit(_MAX_FD)
             order = channel.receive()
+            _reap_children()
             if order["order"] == "run":
                 _set_open_file_limit(max_open_files)
-                _reap_children()
                 main_pid = os.getpid()
                 code = _run_and_flush(module, order["code"])
                 if os.getpid() != main_pid:  # a child that the code forked returned here
@@ -260,7 +260,10 @@ def _run_and_flush(module: types.ModuleType, code: str) -> int:
 
 
 def _reap_children() -> None:
-    """Collect the children that the supervisor has killed since the last call."""
+    """Collect the children that the supervisor has killed, and forks that have ended.
+
+    They would stay in the control group's number of processes.
+    """
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

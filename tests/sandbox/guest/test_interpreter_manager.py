@@ -64,6 +64,21 @@ def namespace_pid(pid):
     return int(fields["NSpid"].split()[-1])
 
 
+def test_forks_that_have_ended_do_not_stay_as_zombies(isolated, session):
+    """The control group would count them, so that a session that forks often could fork no more."""
+    run(session, "x = 1")
+    root = interpreter_pid(isolated, session)
+    for _ in range(3):
+        forked(session).close()
+        # The supervisor ends a fork after its channel has closed.
+        wait_for(
+            lambda: all(processes.process_state(pid) == "Z" for pid in processes.child_pids(root))
+        )
+        assert len(processes.child_pids(root)) == 1
+    forked(session)
+    assert len(processes.child_pids(root)) == 1
+
+
 def test_a_forked_interpreter_stays_until_its_last_fork_ends(isolated, session):
     run(session, "x = 1")
     root = interpreter_pid(isolated, session)
