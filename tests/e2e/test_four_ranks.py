@@ -63,7 +63,8 @@ def test_a_tp2_pp2_policy_trains_with_a_tp2_engine(assets, finished_run):
         assert line["rollout/num_trajectories"] == 16
         assert line["rollout/failed_fraction"] == 0
         assert line["weight_sync/bytes_per_worker"] == own_bytes(f"{assets}/model", 2)
-        assert 0 < line["weight_sync/probe_gap"] < 1e-3
+        # The median of the probe's differences: 0 on processors where most of them round alike.
+        assert 0 <= line["weight_sync/probe_gap"] < 1e-3
     assert (run_dir / "reward.png").exists()
     assert "held-out reward after RL" in output
     with (
