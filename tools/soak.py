@@ -125,7 +125,7 @@ def find_faults(before: Resources, after: Resources) -> list[str]:
     return faults
 
 
-async def wait_until_settled(before: Resources) -> Resources:
+async def wait_until_released(before: Resources) -> Resources:
     """Return the resources once they are those of before, or after `SETTLE_S`."""
     deadline_s = time.monotonic() + SETTLE_S
     while find_faults(before, after := read_resources()) and time.monotonic() < deadline_s:
@@ -455,7 +455,7 @@ async def soak_all(
             begin_s = time.perf_counter()
             longest_s, outcomes = await run(count)
             seconds = time.perf_counter() - begin_s
-            after = await wait_until_settled(before)
+            after = await wait_until_released(before)
         faults = find_faults(before, after)
         if longest_s >= max_wait_s:
             faults.append(f"neighbour_max_s: {longest_s:.2f}, expected less than {max_wait_s}")

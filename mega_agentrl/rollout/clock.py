@@ -1,4 +1,4 @@
-"""Whose seconds a trajectory takes: those that the policy decides about, and those of the run.
+"""Clocks of a trajectory: one counts the seconds that the policy decides about, one the run's.
 
 `rollout.trajectory_timeout_s`, with an agent also its `timeout_s`, bounds both, each by itself:
 
@@ -131,7 +131,7 @@ class TrajectoryClock:
 
     def stop(self) -> None:
         """Stop the clocks; safe to call twice."""
-        self._settle()
+        self._count_time()
         self._on_over = self._counted_until_s = None
         self._set_timer(None)
 
@@ -168,7 +168,7 @@ class TrajectoryClock:
         Args:
             num_tokens: Number of tokens that it sampled.
         """
-        self._settle()
+        self._count_time()
         self._num_sampling -= 1
         num_requests, num_earlier = self._num_sampled
         self._num_sampled = num_requests + bool(num_tokens), num_earlier + num_tokens
@@ -186,7 +186,7 @@ class TrajectoryClock:
     def _total_s(self) -> float:
         return self.policy_s + self.run_s + self._sampling_s
 
-    def _settle(self) -> None:
+    def _count_time(self) -> None:
         """Count the time since it was last counted."""
         if self._counted_until_s is None:
             return
@@ -203,7 +203,7 @@ class TrajectoryClock:
         self, *, is_policys_turn: bool | None = None, waits_for_run: bool | None = None
     ) -> None:
         """Count the time up to now, change whose time follows, and wait for its end."""
-        self._settle()
+        self._count_time()
         if is_policys_turn is not None:
             self._is_policys_turn = is_policys_turn
         if waits_for_run is not None:

@@ -112,7 +112,8 @@ class TrajectoryToolSession:
         self._owners: dict[str, str] = {}
         self._images: tuple[ImageInput, ...] = ()
         self._tool_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._num_waiting = self._num_running = 0
+        self._num_calls: Counter[bool] = Counter()
+        """Calls under way, by whether they wait for the run."""
         self._num_slots: Counter[str] = Counter()
         """Slots that calls of this session hold, by tool; a thread may hold one after its call."""
         self._on_wait: Callable[[bool], None] | None = None
@@ -141,7 +142,7 @@ class TrajectoryToolSession:
                     self._states[name] = self._states[owner]
                     continue
                 work = self._tools[name].tool.create(self._group_kwargs(name, "create_kwargs"))
-                with self._waiting():
+                with self._counting(waits=True):
                     self._states[name] = await self._create_state(name, "create", work)
         except BaseException:
             with suppress(ToolSessionError):
@@ -188,7 +189,7 @@ class TrajectoryToolSession:
         """Run a validated call once a slot is free; `arrival_time` is on the monotonic clock."""
         tool = registered.tool.name
         try:
-            with self._waiting():
+            with self._counting(waits=True):
                 async with asyncio.timeout(self._limits.queue_timeout_s):
                     await registered.slots.acquire()
         except TimeoutError:
@@ -199,7 +200,7 @@ class TrajectoryToolSession:
             return _outcome_without_run(tool, text, status, queue_s=self._limits.queue_timeout_s)
         self._num_slots[tool] += 1
         start = time.monotonic()
-        with self._running():
+        with self._counting(waits=False):
             response = await self._execute_tool(registered, self._states[tool], checked_arguments)
         return ToolOutcome(
             tool=tool,
@@ -213,30 +214,18 @@ class TrajectoryToolSession:
         )
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count what happens inside as a wait for the run."""
-        self._num_waiting += 1
-        self._report_wait()
+    def _counting(self, *, waits: bool) -> Iterator[None]:
+        """Count what happens inside as a call that waits for the run, or as one that runs."""
+        self._add_calls(waits, 1)
         try:
             yield
         finally:
-            self._num_waiting -= 1
-            self._report_wait()
+            self._add_calls(waits, -1)
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Count what happens inside as a call that runs."""
-        self._num_running += 1
-        self._report_wait()
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            self._report_wait()
-
-    def _report_wait(self) -> None:
+    def _add_calls(self, waits: bool, number: int) -> None:
+        self._num_calls[waits] += number
         if self._on_wait is not None:
-            self._on_wait(self._num_waiting > 0 and not self._num_running)
+            self._on_wait(self._num_calls[True] > 0 and not self._num_calls[False])
 
     def _give_slot_back(self, registered: RegisteredTool) -> None:
         self._num_slots[registered.tool.name] -= 1

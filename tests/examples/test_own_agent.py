@@ -12,7 +12,7 @@ from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.agents.load import load_agent
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script, save_tokenizer
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 from tests.rollout.chat_run import call
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import pytest
 from mega_agentrl.rollout.agents.command import CommandAgent
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 from tests.rollout.chat_run import call
 
 pytestmark = [pytest.mark.packages, pytest.mark.timeout(1800)]

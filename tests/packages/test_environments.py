@@ -17,7 +17,7 @@ from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script
 from tests.packages.conftest import ROOT
 from tests.packages.test_agents import SESSIONS, play
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 
 pytestmark = [pytest.mark.packages, pytest.mark.timeout(1800)]
 

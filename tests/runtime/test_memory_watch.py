@@ -97,20 +97,21 @@ def test_ranks_that_the_run_ends_after_a_kill_are_not_named_as_killed(machine):
     assert "policy-rank0 2.00 GiB, policy-rank1 2.00 GiB" in line, "the use before"
 
 
-def test_kill_among_several_that_are_gone_is_one_of_them_unless_its_death_was_noticed(machine):
-    machine.deaths.put("critic rank 0")
-    machine.num_kills += 1
+@pytest.mark.parametrize(
+    ("noticed", "num_kills", "named"),
+    [
+        pytest.param("critic rank 0", 1, "1 of ", id="one_of_them_if_no_death_was_noticed"),
+        pytest.param("engine 0", 2, "", id="all_if_the_kernel_killed_as_many"),
+    ],
+)
+def test_processes_that_are_gone_are_named_with_the_number_of_kills(
+    machine, noticed, num_kills, named
+):
+    machine.deaths.put(noticed)
+    machine.num_kills += num_kills
     del machine.sizes[2], machine.sizes[3]
     (line,) = machine.look()
-    assert "such kills: 1 of engine0 3.00 GiB, policy-rank0 2.00 GiB. Lower" in line
-
-
-def test_all_processes_are_named_if_the_kernel_killed_as_many(machine):
-    machine.deaths.put("engine 0")
-    machine.num_kills += 2
-    del machine.sizes[2], machine.sizes[3]
-    (line,) = machine.look()
-    assert "such kills: engine0 3.00 GiB, policy-rank0 2.00 GiB. Lower" in line
+    assert f"such kills: {named}engine0 3.00 GiB, policy-rank0 2.00 GiB. Lower" in line
 
 
 @pytest.mark.parametrize(

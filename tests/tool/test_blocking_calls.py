@@ -1,4 +1,4 @@
-"""Where work on the arguments of a call is done."""
+"""Work on the arguments of a call runs on the event loop, or in a thread if they are many."""
 
 import threading
 

@@ -161,7 +161,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA_FILE
     with reading(str(path), METADATA_FILE, _EXPECTED):
-        fields = _RecordUnpickler(io.BytesIO(path.read_bytes())).load().fields
+        fields = _RecordUnpickler(path.read_bytes()).load().fields
     with _checking(path):
         tensors = {str(key): _storage_of(one) for key, one in fields["state_dict_metadata"].items()}
         sizes: dict[str, int] = {}
@@ -207,23 +207,44 @@ class _Record:
         return self.state
 
 
-class _RecordUnpickler(pickle.Unpickler):
+class LimitedUnpickler(pickle.Unpickler):
+    """Reads objects that refer to some names, dtypes and `torch.Size`, and to nothing else.
+
+    Args:
+        data: The pickled object.
+        names: The modules and names.
+    """
+
+    def __init__(self, data: bytes, names: Collection[tuple[str, str]]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return an object by its name; raises `UnpicklingError` for one that is not allowed."""
+        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
+        if found is torch.Size or isinstance(found, torch.dtype):
+            return found
+        if (module, name) not in self._names:
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+        return self.find_allowed(module, name)
+
+    def find_allowed(self, module: str, name: str) -> Any:
+        """Return the object of a name that is allowed."""
+        return super().find_class(module, name)
+
+
+class _RecordUnpickler(LimitedUnpickler):
     """Reads the objects of `.metadata` as records; nothing of the file is called.
 
     Each reading has classes of its own, which the file therefore cannot change for others.
     """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data, _RECORD_CLASSES)
         self._classes: dict[tuple[str, str], Any] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the class of a record, a dtype or `torch.Size`."""
-        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
-        if (module, name) not in _RECORD_CLASSES:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+    def find_allowed(self, module: str, name: str) -> Any:
+        """Return the class of a record."""
         return self._classes.setdefault((module, name), type(name, (_Record,), {}))
 
 

@@ -6,7 +6,7 @@ file and a report with its plan; rank 0 builds the global metadata from the repo
 Plans, items and metadata are those of Megatron and torch, so `dist_checkpointing.load` reads the
 result. The ranks are synchronised by `checkpoint.save_barrier`, without collectives.
 
-The reports are pickled, because torch's plans have no other form, and read by `_ReportUnpickler`,
+The reports are pickled, because torch's plans have no other form, and read by `LimitedUnpickler`,
 which calls nothing but the records of such plans. They go from the ranks to rank 0 of one save,
 through the folder that rank 0 has created for it under a random name, and are removed before it
 becomes a checkpoint: none is ever read from the folder of an earlier run, or of somebody else's.
@@ -17,14 +17,12 @@ megatron-core 0.16.1.
 
 from __future__ import annotations
 
-import io
 import pickle
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import (
     COMMON_STATE_FNAME,
@@ -40,6 +38,7 @@ from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
+from mega_agentrl.actor.checkpoint.torch_dist_reader import LimitedUnpickler
 from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
@@ -139,19 +138,6 @@ def finalize_checkpoint(
     return files | {name: FileRecord.from_file(folder / name) for name in common_files}
 
 
-class _ReportUnpickler(pickle.Unpickler):
-    """Reads a report; any name that no report has is an `UnpicklingError`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a class of `_REPORT_NAMES`, a dtype or `torch.Size`."""
-        found = getattr(torch, name, None) if module == "torch" and "." not in name else None
-        if found is torch.Size or isinstance(found, torch.dtype):
-            return found
-        if (module, name) not in _REPORT_NAMES:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}")
-        return super().find_class(module, name)
-
-
 def _read_report(path: Path) -> _WriteReport:
     """Return the report of a rank.
 
@@ -159,7 +145,7 @@ def _read_report(path: Path) -> _WriteReport:
         ValueError: If the file is something else.
     """
     try:
-        report = _ReportUnpickler(io.BytesIO(path.read_bytes())).load()
+        report = LimitedUnpickler(path.read_bytes(), _REPORT_NAMES).load()
     except (pickle.UnpicklingError, EOFError) as error:
         raise InputError(f"report {path}", f"{error}", "the report of a rank") from error
     if not isinstance(report, _WriteReport):

@@ -33,7 +33,7 @@ MAX_SITES = 1000
 
 @dataclass(slots=True, kw_only=True, frozen=True)
 class ParsedPage:
-    """What became of a page."""
+    """The result of the parsing of a page."""
 
     text: str
     """Its text, or why it was refused."""
@@ -44,7 +44,7 @@ class ParsedPage:
 
 @dataclass(slots=True)
 class _Site:
-    """What is known about a site."""
+    """The last page of a site, and until when it is held back."""
 
     last_turn: int = 0
     """Number of the turn of its last page."""

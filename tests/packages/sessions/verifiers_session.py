@@ -10,7 +10,7 @@ from mega_agentrl.data.encoding.codec import HFCodec
 from mega_agentrl.rollout.agents.environments.verifiers import VerifiersAgent
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script, save_tokenizer
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 
 ENVIRONMENT = {
     "taskset": {"id": "textarena", "game": "Hangman-v0"},

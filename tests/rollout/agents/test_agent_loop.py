@@ -13,7 +13,7 @@ import pytest
 
 from mega_agentrl.rollout.agents.agent_loop import AgentLoop
 from mega_agentrl.types.records import StopReason
-from tests.rollout.agents.test_runner import grow, open_agent_loop, post
+from tests.rollout.agents.agent_run import grow, open_agent_loop, post
 
 
 async def test_synchronous_tools_of_agents_take_no_threads_from_the_gateway(codec):

@@ -12,7 +12,7 @@ from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.agent import AGENT_OUTPUT_LOGGER
 from mega_agentrl.rollout.agents.command import CommandAgent
 from mega_agentrl.types.records import StopReason
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 from tests.rollout.gateway.chat_policy import ChatPolicy
 
 ASK = """

@@ -16,7 +16,7 @@ from mega_agentrl.rollout.agents.base import (
 from mega_agentrl.rollout.agents.command import CommandAgent
 from mega_agentrl.rollout.agents.policy_errors import PolicyErrors
 from mega_agentrl.types.records import StopReason
-from tests.rollout.agents.test_runner import grow, post
+from tests.rollout.agents.agent_run import grow, post
 from tests.rollout.gateway.chat_policy import ChatPolicy
 
 

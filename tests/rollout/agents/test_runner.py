@@ -3,61 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import json
 import sys
-import threading
 import time
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 
-import aiohttp
 import pytest
 
 from mega_agentrl.batch.packing import pack_trees
 from mega_agentrl.config.enums import Branching, CallProtocol
-from mega_agentrl.config.sections.rollout import BranchConfig, RolloutConfig
-from mega_agentrl.rollout.agents import runner
-from mega_agentrl.rollout.agents.agent_loop import AgentLoop
-from mega_agentrl.rollout.agents.function import FunctionAgent
-from mega_agentrl.rollout.agents.host import AgentHost
-from mega_agentrl.rollout.agents.policy_errors import PolicyErrors
-from mega_agentrl.rollout.clock import TrajectoryClock
-from mega_agentrl.rollout.gateway import session
-from mega_agentrl.rollout.generation import turn_generator
+from mega_agentrl.config.sections.rollout import BranchConfig
 from mega_agentrl.rollout.metrics.failures import count_failures
-from mega_agentrl.rollout.tree import sample_tree
 from mega_agentrl.tool.function import tool
 from mega_agentrl.tool.toolkit import ToolKit
 from mega_agentrl.types.errors import FirstCallsFailedError, RankLostError
-from mega_agentrl.types.records import FinishReason, Role, Score, StopReason
-from tests.fakes import make_context
-from tests.rollout.chat_run import make_kit, prompt_for
+from mega_agentrl.types.records import Role, Score, StopReason
+from tests.rollout.agents.agent_run import get_tools, grow, post
+from tests.rollout.chat_run import make_kit
 from tests.rollout.gateway.chat_policy import ChatPolicy
-from tests.rollout.gateway.gateway_run import open_gateway
-
-
-async def post(base_url, api_key, path, body):
-    headers = {"authorization": f"Bearer {api_key}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as http,
-        http.post(f"{base_url}{path}", json=body) as response,
-    ):
-        answer = await response.json()
-        if response.status != 200:
-            raise RuntimeError(answer["error"]["code"])
-        return answer
-
-
-async def get_tools(base_url, api_key):
-    """The schemas of the run's tools."""
-    headers = {"authorization": f"Bearer {api_key}"}
-    async with (
-        aiohttp.ClientSession(headers=headers) as http,
-        http.get(f"{base_url}/tools") as response,
-    ):
-        return await response.json()
 
 
 async def adding_agent(prompt, base_url, api_key, note=None):
@@ -75,66 +40,6 @@ async def adding_agent(prompt, base_url, api_key, note=None):
             messages.append({"role": "tool", "tool_call_id": item["id"], "content": content})
         if not message.get("tool_calls"):
             return float(len(messages))
-
-
-@asynccontextmanager
-async def open_agent_loop(**options):
-    """The event loop of agents; it is closed in a thread, since its agents use this loop."""
-    with AgentLoop(**options) as loop:
-        yield loop
-        await asyncio.to_thread(loop.close)
-
-
-async def grow(
-    codec,
-    agent,
-    *,
-    policy=None,
-    kit=None,
-    options=None,
-    timeout_s=300.0,
-    max_concurrent=1000,
-    policy_errors=(),
-    row=None,
-    prompt=None,
-    **config,
-):
-    """The tree of one prompt, sampled by an agent, a function or a whole one.
-
-    row: `environment_kwargs` of the prompt. prompt: changes of it.
-    """
-    kit = kit or make_kit(codec)
-    defaults = {
-        "group_size": 2,
-        "branching": Branching.none,
-        "call_protocol": CallProtocol.hermes,
-        "max_response_tokens": 3000,
-        "max_turns": 12,
-        "max_tool_calls": 20,
-    }
-    async with open_gateway() as gateway, open_agent_loop() as loop:
-        if inspect.isfunction(agent):
-            agent = FunctionAgent(agent, options or {})
-        host = AgentHost(
-            agent=agent,
-            gateway=gateway,
-            loop=loop,
-            timeout_s=timeout_s,
-            max_concurrent=max_concurrent,
-            policy_errors=PolicyErrors(policy_errors),
-        )
-        context = make_context(
-            RolloutConfig(**(defaults | config)),
-            generator=policy or ChatPolicy(codec),
-            tools=kit,
-            codec=codec,
-            max_model_len=10_000,
-            agents=host,
-        )
-        changes = {"extra_info": {"environment_kwargs": row or {}}, **(prompt or {})}
-        tree = await sample_tree(context, prompt_for(codec, kit, **changes), "p0")
-        assert gateway.num_sessions == 0
-    return tree
 
 
 async def test_the_result_of_an_agent_is_a_reward_part(codec):
@@ -240,144 +145,6 @@ async def test_failed_attempt_is_masked_and_has_a_reason(codec, agent, stop_reas
         assert trajectory.stop_reason is stop_reason
         assert trajectory.failed == (stop_reason is not StopReason.turn_limit)
         assert bool(trajectory.failure_reason) == trajectory.failed
-
-
-async def ask(prompt, base_url, api_key):
-    body = {"model": "m", "messages": list(prompt)}
-    await post(base_url, api_key, "/chat/completions", body)
-
-
-@pytest.fixture
-def use_up_time(monkeypatch):
-    """A function that leaves the last attempt 50 ms on both of its clocks."""
-    clocks = []
-
-    class Recorded(TrajectoryClock):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.loop = asyncio.get_running_loop()
-            clocks.append(self)
-
-    async def use_up():
-        clock = clocks[-1]
-
-        def shorten():
-            clock._settle()
-            clock._limit_s = max(clock.policy_s, clock.run_s) + 0.05
-            clock._update()
-
-        clock.loop.call_soon_threadsafe(shorten)
-        await asyncio.sleep(1000)
-
-    monkeypatch.setattr(runner, "TrajectoryClock", Recorded)
-    monkeypatch.setattr(turn_generator, "ABORT_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(session, "CLOSE_TIMEOUT_S", 0.05)
-    use_up.clocks = clocks
-    return use_up
-
-
-class StallingPolicy(ChatPolicy):
-    """An engine that does not answer the second request."""
-
-    def __init__(self, codec):
-        super().__init__(codec, call_rate=0)
-        self.stalls = threading.Event()
-        self.is_aborted = asyncio.Event()
-
-    async def generate(self, request):
-        if not self.requests:
-            return await super().generate(request)
-        generation = await super().generate(request)
-        self.stalls.set()
-        await self.is_aborted.wait()
-        nothing = dict.fromkeys(("token_ids", "logps", "entropies", "argmax_ids"), ())
-        return replace(generation, finish_reason=FinishReason.aborted, **nothing)
-
-    async def abort(self, request_id):
-        self.is_aborted.set()
-
-
-async def ask_in_vain(policy, prompt, base_url, api_key):
-    """The task of a second request, once the engine has it."""
-    messages = [*prompt, {"role": "user", "content": "More."}]
-    asking = asyncio.create_task(ask(messages, base_url, api_key))
-    while not policy.stalls.is_set():
-        await asyncio.sleep(0.001)
-    return asking
-
-
-@pytest.mark.parametrize(
-    ("place", "stop_reason"),
-    [
-        ("before an answer", StopReason.trajectory_timeout),
-        ("after an answer", StopReason.time_limit),
-        ("in the engine", StopReason.trajectory_timeout),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_time_that_the_policy_can_take_ends_an_attempt_that_is_scored(
-    codec, place, stop_reason, use_up_time
-):
-    policy = StallingPolicy(codec)
-
-    async def agent(prompt, base_url, api_key):
-        if place != "before an answer":
-            await ask(prompt, base_url, api_key)
-        if place == "in the engine":
-            await ask_in_vain(policy, prompt, base_url, api_key)
-        await use_up_time()
-
-    (trajectory,) = (await grow(codec, agent, policy=policy, group_size=1)).trajectories
-    assert trajectory.stop_reason is stop_reason
-    assert trajectory.failed == (stop_reason is StopReason.trajectory_timeout)
-    assert "its time is over" in trajectory.turns[-1].outcome.answer
-    if not trajectory.failed:
-        assert trajectory.tool_rewards == {} and sum(trajectory.loss_mask) > 0
-
-
-async def test_time_in_which_the_tools_of_the_run_keep_an_agent_waiting_is_the_runs(
-    codec, use_up_time
-):
-    is_free = asyncio.Event()
-
-    @tool(max_concurrent=1)
-    async def look() -> str:
-        """A tool whose one slot is taken."""
-        await is_free.wait()
-        return "seen"
-
-    kit = make_kit(codec, look)
-    other = kit.open_session()
-    await other.create({})
-    holding = asyncio.create_task(other.execute("look", {}))
-    await asyncio.sleep(0)
-
-    async def waits_for_a_slot(prompt, base_url, api_key):
-        await ask(prompt, base_url, api_key)
-        waiting = asyncio.create_task(post(base_url, api_key, "/tools/look", {}))
-        while not use_up_time.clocks[-1]._waits_for_run:
-            await asyncio.sleep(0.001)
-        await use_up_time()
-        await waiting
-
-    tree = await grow(codec, waits_for_a_slot, kit=kit, group_size=1)
-    assert tree.trajectories[0].stop_reason is StopReason.trajectory_timeout
-    is_free.set()
-    await holding
-    await other.release()
-
-
-async def test_agent_that_ends_with_a_request_under_way_is_not_masked(codec):
-    policy = StallingPolicy(codec)
-
-    async def ends(prompt, base_url, api_key):
-        await ask(prompt, base_url, api_key)
-        await ask_in_vain(policy, prompt, base_url, api_key)
-        return 0.5
-
-    (trajectory,) = (await grow(codec, ends, policy=policy, group_size=1)).trajectories
-    assert trajectory.stop_reason is StopReason.eos
-    assert trajectory.tool_rewards == {"agent": 0.5}
 
 
 async def test_engine_failure_is_masked_unless_a_retry_succeeds(codec):

@@ -25,13 +25,13 @@ from mega_agentrl.rollout.agents.environments.verifiers import VerifiersAgent
 from mega_agentrl.tool.deadline import DeadlineExceededError
 from mega_agentrl.types.records import Score, StopReason
 from tests.chat_models import Script
+from tests.rollout.agents.agent_run import grow
 from tests.rollout.agents.environments.fake_packages import (
     Games,
     install_verifiers,
     register_gymnasium,
     serve_openenv,
 )
-from tests.rollout.agents.test_runner import grow
 from tests.rollout.gateway.chat_policy import ChatPolicy
 
 STEP_TIMEOUT_S = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mega_agentrl.rollout.agents.environments.gymnasium import GymnasiumAgent
 from mega_agentrl.types.records import StopReason
 from tests.chat_models import Script
-from tests.rollout.agents.test_runner import grow
+from tests.rollout.agents.agent_run import grow
 
 TO_THE_GOAL = ["down 1", "1", "2", "1", "2", "2"]
 
