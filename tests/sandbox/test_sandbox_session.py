@@ -151,6 +151,32 @@ async def test_threads_and_open_descriptors_do_not_stop_a_fork(session):
     await child.close()
 
 
+PRINT_DURING_FORK = """
+import io, os, sys, threading
+class Output(io.RawIOBase):
+    def writable(self): return True
+    def write(self, data):
+        if threading.current_thread() is not threading.main_thread():
+            writes.set()
+            cloned.wait()
+        return os.write(1, data)
+writes, cloned = threading.Event(), threading.Event()
+sys.stdout = io.TextIOWrapper(io.BufferedWriter(Output()))
+def start_to_print():
+    threading.Thread(target=lambda: print('x', flush=True), daemon=True).start()
+    writes.wait()
+os.register_at_fork(before=start_to_print, after_in_parent=cloned.set)
+"""
+
+
+async def test_a_fork_prints_though_a_thread_of_its_parent_was_printing(session):
+    await output_of(session, PRINT_DURING_FORK)
+    child = await session.fork()
+    for fork in (child, session):
+        assert await output_of(fork, "print(5)") == "5"
+    await child.close()
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

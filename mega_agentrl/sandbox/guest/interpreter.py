@@ -30,6 +30,7 @@ import base64
 import contextlib
 import errno
 import fcntl
+import io
 import itertools
 import math
 import os
@@ -315,6 +316,7 @@ def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel
     for fd in fds:
         os.close(fd)
     channel = _open_channel(control_fd)
+    _renew_output_locks()
     channel.send({"event": "hello"})
     folder = channel.receive()["folder"] or folder
     try:
@@ -322,6 +324,19 @@ def _enter_fork(fds: list[int], settings: GuestSettings, folder: str) -> Channel
     except OSError:  # the folder does not exist here
         os.chdir(WRITABLE_FOLDERS[0])
     return channel
+
+
+def _renew_output_locks() -> None:
+    """Give the output streams of a fork new locks: a thread that wrote may have held the old ones.
+
+    A fork has no such thread, so that the first to print would wait forever. What a stream's buffer
+    held then is dropped; all but the threads' own text was flushed before the fork.
+    """
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        buffer = getattr(stream, "buffer", None)
+        if isinstance(buffer, io.BufferedWriter):
+            with contextlib.suppress(ValueError, OSError):  # it is closed or detached
+                buffer.__init__(buffer.raw)  # type: ignore[misc]  # makes a new lock in CPython
 
 
 def _working_folder() -> str:
