@@ -3,9 +3,13 @@
 # Returns at once when nothing has changed: .venv/.stamp holds the checksum of its inputs.
 #
 #   DEVICE=cpu|gpu      default: gpu where nvidia-smi is present
-#   PYTHON=...          interpreter to use, 3.11 or 3.12
-#   TORCH_INDEX_URL=... extra package index. On a CPU-only machine whose index offers only
-#                       CUDA builds of torch, point it at PyTorch's own CPU wheel index.
+#   PYTHON=...          interpreter to use, 3.12 or 3.13. By default the first 3.12, else 3.13, on the
+#                       path or installed by pyenv or uv, in /usr/local or in /opt
+#   TORCH_INDEX_URL=... further package index. PyPI has only the CUDA build of torch, 4 GB with the
+#                       packages it needs. It works on CPUs; PyTorch's own index of CPU wheels has a
+#                       small build of the same version.
+#   KEEP_TORCH=1        in NVIDIA's PyTorch image (GPU): .venv sees the image's packages, and its torch,
+#                       Triton, Transformer Engine and Apex, which fit each other, stay in use
 #   WITH_TOOLS=1        also the programs that only tests need: Slurm, munge, iproute2, and Chromium for
 #                       reports
 #   WITH_TE=1           also Transformer Engine (GPU). WITH_APEX=1: also NVIDIA's Apex (GPU). Both are
@@ -15,6 +19,8 @@
 #                       NVTE_CUDA_ARCHS=90 (H100). Later calls keep them, and build them again when
 #                       the rest of the environment changes.
 set -euo pipefail
+VERSIONS=(3.12 3.13) # of Python; all tests run on the first
+OF_IMAGE=(torch torchvision torchaudio torchcodec torch-c-dlpack-ext triton) # what KEEP_TORCH=1 keeps
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 fail() {
@@ -22,21 +28,29 @@ fail() {
     exit 2
 }
 
-fits() { # 3.11 or 3.12, able to make environments
-    "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' \
-        >/dev/null 2>&1
+fits() { # fits PYTHON VERSION...: of one of these versions, and able to make environments
+    "$1" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' \
+        "${@:2}" >/dev/null 2>&1
 }
 
-find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
-        if fits "$candidate"; then
-            command -v "$candidate"
-            return
-        fi
+find_python() { # prints the interpreter to use
+    local version candidate
+    local pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    local uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
+    if [ -n "${PYTHON:-}" ]; then
+        fits "$PYTHON" "${VERSIONS[@]}" || fail "PYTHON=$PYTHON: expected ${VERSIONS[*]} with the venv module"
+        command -v "$PYTHON"
+        return
+    fi
+    for version in "${VERSIONS[@]}"; do
+        # pyenv's python3.12 on the path fails unless that version is selected: look into its folders.
+        for candidate in "python$version" python3 "$pyenv/$version".*/bin/python \
+            "$uv/cpython-$version".*/bin/python3 /usr/local/bin/"python$version" \
+            /opt/{,*/}*/bin/"python$version"; do
+            ! fits "$candidate" "$version" || { command -v "$candidate" && return; }
+        done
     done
-    fail "no Python 3.11 or 3.12 with the venv module among: ${PYTHON:-} python3.11 python3.12 python3" \
-        "install one (Debian: python3 and python3-venv) or name it: make env PYTHON=/path/to/python3.11"
+    fail "no Python ${VERSIONS[*]} with the venv module on the path, in pyenv, uv, /usr/local or /opt: install one (apt-get install python3-venv on Debian 13 or Ubuntu 24.04, else pyenv install 3.12 or uv python install 3.12), or name it: make env PYTHON=/path/to/python3.12"
 }
 
 # Debian names. bubblewrap and libseccomp isolate the Python tool, vLLM's CPU build loads libnuma.
@@ -76,46 +90,65 @@ install_system_packages() {
     [ -z "$packages" ] || fail "installed, but still not found: $packages"
 }
 
-pip_install() { # quiet; the whole output is in .venv/install.log
-    .venv/bin/python -m pip --disable-pip-version-check install \
-        ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"} "$@" >>.venv/install.log 2>&1 || {
+logged() { # logged COMMAND...: quiet; the whole output is in .venv/install.log
+    "$@" >>.venv/install.log 2>&1 || {
         grep -v '^WARNING' .venv/install.log | tail -n 20 >&2
-        fail "pip failed; its output is in $PWD/.venv/install.log"
+        fail "the installation failed; its output is in $PWD/.venv/install.log"
     }
 }
 
-install_packages() {
+pip_setting() { # pip_setting NAME: from pip's files or variables, which uv does not read
+    .venv/bin/python -m pip config list | sed -n "s/\\\\n/ /g; s/^[a-z:]*\.$1='\(.*\)'$/\1/p" | tail -n 1
+}
+
+install() {
+    logged .venv/bin/python -m uv pip install --python .venv/bin/python "$@"
+}
+
+get_uv() {
+    local index
     : >.venv/install.log
+    logged .venv/bin/python -m pip --disable-pip-version-check install -c "requirements/$DEVICE.txt" uv
+    index=$(pip_setting index-url)
+    export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${index:-https://pypi.org/simple}}
+    export UV_INDEX="${UV_INDEX:-$(pip_setting extra-index-url)} ${TORCH_INDEX_URL:-}"
+    export UV_INDEX_STRATEGY=unsafe-best-match # all indexes count, as for pip
+}
+
+install_packages() {
     if [ "$DEVICE" = cpu ]; then
-        # Python compiles what is imported when it is imported: sooner than all of 4 GB.
-        pip_install --no-deps --no-compile -r requirements/cpu.txt
-        pip_install --no-deps --no-build-isolation -e .
+        # With dependencies, which only the CUDA build has: NVIDIA's packages.
+        install -c requirements/cpu.txt torch
+        install --no-deps -r requirements/cpu.txt
+        install --no-deps --no-build-isolation -e .
     else
-        pip_install -c requirements/gpu.txt setuptools
-        pip_install --no-build-isolation -c requirements/gpu.txt -e '.[gpu,sweep,dev]'
+        printf '%s\n' ${KEEP_TORCH:+"${OF_IMAGE[@]}"} >.venv/excludes.txt
+        install -c requirements/gpu.txt setuptools
+        install --no-build-isolation --excludes .venv/excludes.txt -c requirements/gpu.txt -e '.[gpu,sweep,dev]'
     fi
 }
 
 make_environment() {
     local python
-    if ! fits .venv/bin/python; then
+    if ! fits .venv/bin/python "${VERSIONS[@]}"; then
         python=$(find_python)
-        echo "set-up: making .venv with $("$python" --version)"
-        "$python" -m venv --clear .venv
+        echo "set-up: making .venv with $("$python" --version), $python"
+        "$python" -m venv --clear ${KEEP_TORCH:+--system-site-packages} .venv
     fi
-    echo "set-up: installing the $DEVICE packages (about 4 GB; 2 to 4 minutes the first time)"
+    echo "set-up: installing the $DEVICE packages (about 7 GB; 2 to 4 minutes the first time)"
+    get_uv
     install_packages
     printf '%s\n' "$stamp" >.venv/.stamp
 }
 
 build_te() {
-    pip_install -c requirements/gpu.txt ninja pybind11 wheel
-    pip_install --no-build-isolation -c requirements/gpu.txt -e '.[te]'
+    install -c requirements/gpu.txt ninja pybind11 wheel
+    install --no-build-isolation -c requirements/gpu.txt -e '.[te]'
 }
 
 build_apex() { # without the two variables Apex would leave out its kernels
-    pip_install -c requirements/gpu.txt ninja wheel
-    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip_install --no-build-isolation -c requirements/gpu.txt \
+    install -c requirements/gpu.txt ninja wheel
+    APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install --no-build-isolation -c requirements/gpu.txt \
         "apex @ git+https://github.com/NVIDIA/apex@25.09"
 }
 

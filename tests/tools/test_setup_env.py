@@ -1,6 +1,5 @@
-"""`tools/setup_env.sh` with a Python and a pip that only write down how they are called."""
+"""`tools/setup_env.sh` with a Python whose pip and uv only write down how they are called."""
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,17 +10,31 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE_PYTHON = """\
 #!/bin/bash
 case "$*" in
-    *"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-    *"-m pip"*) all="$*" && echo "CUDA_EXT=$APEX_CUDA_EXT ${all#*install }" >>calls ;;
+    *"-m venv"*) echo "$*" >venv_options && mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    *"pip config list"*) echo "global.index-url='https://mirror/simple'" ;;
+    *"-m pip"*) all="$*" && echo "pip ${all##*install }" >>calls ;;
+    *"-m uv"*)
+        env >uv_env
+        all="$*" && echo "CUDA_EXT=$APEX_CUDA_EXT ${all##*.venv/bin/python }" >>calls ;;
     --version) echo "Python 3.12.9" ;;
+    "-c ") ;;
+    -c*) [[ " $* " == *" VERSION "* ]] ;;
 esac
 """
+GPU = (
+    "CUDA_EXT= --no-build-isolation --excludes .venv/excludes.txt -c requirements/gpu.txt "
+    "-e .[gpu,sweep,dev]"
+)
 
 
 def write_program(path, text="#!/bin/bash\n"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
+
+
+def write_python(path, version):
+    write_program(path, FAKE_PYTHON.replace("VERSION", version))
 
 
 @pytest.fixture
@@ -32,26 +45,60 @@ def checkout(tmp_path):
         target.parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, target)
+    script = tmp_path / "root/tools/setup_env.sh"
+    text = script.read_text()
+    for place in ("/usr/local/bin/", "/opt/"):  # this machine may have a Python there
+        assert place in text
+        text = text.replace(f" {place}", f" {tmp_path}{place}")
+    script.write_text(text)
     programs = tmp_path / "programs"
-    write_program(programs / "python", FAKE_PYTHON)
+    write_python(programs / "python3", "3.12")
     write_program(programs / "ldconfig", "#!/bin/bash\necho libseccomp.so.2 libnuma.so.1\n")
     for name in ("bwrap", "nvcc", "c++"):
         write_program(programs / name)
     return tmp_path / "root"
 
 
+def system_path(checkout):
+    """Return a path with the fake programs and some of this machine's, but no other Python."""
+    folder = checkout.parent / "system"
+    folder.mkdir(exist_ok=True)
+    for name in (
+        "bash",
+        "cat",
+        "cut",
+        "env",
+        "id",
+        "tr",
+        "grep",
+        "sed",
+        "tail",
+        "sha256sum",
+        "dirname",
+        "mkdir",
+        "cp",
+    ):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(shutil.which(name))
+    return f"{checkout.parent / 'programs'}:{folder}"
+
+
 def set_up(checkout, **variables):
-    """Run the script; return its exit code, its errors and the arguments of `pip install`."""
-    calls = checkout / "calls"
-    calls.write_text("")
+    """Run the script; return its exit code, its errors and the calls of pip and uv."""
+    code, errors, _ = run_script(checkout, **variables)
+    return code, errors, (checkout / "calls").read_text().splitlines()
+
+
+def run_script(checkout, **variables):
+    """Run the script; return its exit code, its errors and its output."""
+    (checkout / "calls").write_text("")
     programs = checkout.parent / "programs"
     completed = subprocess.run(
         ["bash", "tools/setup_env.sh"],
         cwd=checkout,
         env={
             "PATH": f"{programs}:/usr/bin:/bin",
-            "PYTHON": str(programs / "python"),
-            "HOME": os.environ.get("HOME", "/"),
+            "HOME": str(checkout.parent / "home"),
             "CUDA_HOME": "/no/toolkit",
             "DEVICE": "gpu",
             **variables,
@@ -61,17 +108,73 @@ def set_up(checkout, **variables):
         timeout=300,
         check=False,
     )
-    return completed.returncode, completed.stderr, calls.read_text().splitlines()
+    return completed.returncode, completed.stderr, completed.stdout
 
 
 def test_gpu_environment_has_neither_transformer_engine_nor_apex_by_default(checkout):
     code, errors, calls = set_up(checkout)
     assert code == 0, errors
     assert calls == [
+        "pip -c requirements/gpu.txt uv",
         "CUDA_EXT= -c requirements/gpu.txt setuptools",
-        "CUDA_EXT= --no-build-isolation -c requirements/gpu.txt -e .[gpu,sweep,dev]",
+        GPU,
     ]
+    assert (checkout / ".venv/excludes.txt").read_text().split() == []
     assert set_up(checkout) == (0, "", [])
+
+
+def test_cpu_environment_takes_what_torch_needs_and_nothing_beside_the_lock(checkout):
+    code, errors, calls = set_up(checkout, DEVICE="cpu", TORCH_INDEX_URL="https://torch/cpu")
+    assert code == 0, errors
+    assert calls == [
+        "pip -c requirements/cpu.txt uv",
+        "CUDA_EXT= -c requirements/cpu.txt torch",
+        "CUDA_EXT= --no-deps -r requirements/cpu.txt",
+        "CUDA_EXT= --no-deps --no-build-isolation -e .",
+    ]
+    variables = (checkout / "uv_env").read_text().splitlines()
+    assert "UV_DEFAULT_INDEX=https://mirror/simple" in variables, "pip's setting holds for uv"
+    assert "UV_INDEX= https://torch/cpu" in variables
+
+
+@pytest.mark.parametrize(
+    ("place", "version"),
+    [
+        ("home/.pyenv/versions/3.12.9/bin/python", "3.12"),
+        ("home/.local/share/uv/python/cpython-3.13.1-linux/bin/python3", "3.13"),
+        ("usr/local/bin/python3.12", "3.12"),
+        ("opt/python/3.13.0/bin/python3.13", "3.13"),
+    ],
+    ids=["pyenv", "uv", "usr-local", "opt"],
+)
+def test_interpreter_is_found_beside_an_older_one_and_a_failing_shim(checkout, place, version):
+    programs = checkout.parent / "programs"
+    write_python(programs / "python3", "3.11")
+    write_program(programs / "python3.12", "#!/bin/bash\nexit 127\n")
+    write_program(programs / "python3.13", "#!/bin/bash\nexit 127\n")
+    write_python(checkout.parent / place, version)
+    code, errors, output = run_script(checkout, PATH=system_path(checkout))
+    assert code == 0, errors
+    assert str(checkout.parent / place) in output
+    assert (checkout / ".venv/bin/python").is_file()
+
+
+def test_no_fitting_interpreter_says_what_to_install(checkout):
+    write_python(checkout.parent / "programs/python3", "3.11")
+    code, errors, _ = run_script(checkout, PATH=system_path(checkout))
+    assert code == 2
+    assert "apt-get install python3-venv" in errors and len(errors.splitlines()) == 1
+    code, errors, _ = run_script(checkout, PYTHON="python3", PATH=system_path(checkout))
+    assert (code, "PYTHON=python3: expected 3.12 3.13" in errors) == (2, True)
+
+
+def test_image_keeps_its_torch(checkout):
+    code, errors, calls = set_up(checkout, KEEP_TORCH="1")
+    assert code == 0, errors
+    assert GPU in calls
+    excluded = (checkout / ".venv/excludes.txt").read_text().split()
+    assert {"torch", "triton"} <= set(excluded)
+    assert "--system-site-packages" in (checkout / "venv_options").read_text()
 
 
 @pytest.mark.extended
@@ -88,8 +191,7 @@ def test_transformer_engine_and_apex_are_built_once_after_the_rest(checkout):
     with (checkout / "requirements" / "gpu.txt").open("a") as lock:
         lock.write("# changed\n")
     calls = set_up(checkout)[2]
-    assert "-e .[gpu,sweep,dev]" in calls[1]
-    assert te in calls[2:] and apex in calls[2:]
+    assert te in calls[calls.index(GPU) :] and apex in calls[calls.index(GPU) :]
 
 
 @pytest.mark.extended
@@ -97,11 +199,7 @@ def test_transformer_engine_and_apex_are_built_once_after_the_rest(checkout):
 def test_missing_toolkit_or_compiler_is_named(checkout, program, cause):
     (checkout.parent / "programs" / program).unlink()
     # c++ may be installed here: this machine's programs, without it.
-    path = checkout.parent / "system"
-    path.mkdir()
-    for name in ("bash", "cat", "cut", "tr", "grep", "tail", "sha256sum", "dirname", "mkdir", "cp"):
-        (path / name).symlink_to(shutil.which(name))
-    path = f"{checkout.parent / 'programs'}:{path}"
+    path = system_path(checkout)
     code, errors, calls = set_up(checkout, WITH_APEX="1", PATH=path)
     assert code == 2
     assert cause in errors
