@@ -165,11 +165,10 @@ FORMS = (
     form("show_tree.py", "{tree_file}", seconds=5),
     form("simulate_reshard.py", "--quick", seconds=12),
     form("soak.py", "--quick", "--model", "{chat_model}", seconds=60),
-    form("write_lock.py", seconds=2),
 )  # fmt: skip
 UNRUN = {
-    "check_gpu_lock.py": "asks a package index for the metadata of every GPU package, for minutes",
     "convert_verifiers.py": "needs the package verifiers, which is not in requirements/cpu.txt",
+    "lock.sh": "asks a package index; tests/test_requirements.py runs it",
     "setup_env.sh": "makes the environment that this test runs in; test_setup_env has a copy do so",
 }
 """Why a script has no small form; only its syntax and its help are tested."""
