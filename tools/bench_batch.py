@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -50,8 +50,6 @@ CASES = ("sent/step", "received/rank", "seconds/driver", "seconds/rank")
 SHORTEST = 64
 NUM_BASELINE_CALLS = 3
 """Log-probs, reference log-probs, update."""
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -109,7 +107,7 @@ def make_batch(num_rows: int, max_tokens: int) -> TrainBatch:
     )
 
 
-def measure_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[float, ResultT]:
+def measure_s[ResultT](function: Callable[..., ResultT], *arguments: Any) -> tuple[float, ResultT]:
     """Return the seconds of a call and its result."""
     start_s = time.perf_counter()
     result = function(*arguments)

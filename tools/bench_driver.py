@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -59,8 +59,6 @@ CASES = (
     "memory/together",
 )
 TOLERANCE = 1e-4
-
-ResultT = TypeVar("ResultT")
 
 
 class SyntheticBatch:
@@ -262,7 +260,9 @@ def check_agreement(
             raise RuntimeError(f"{name}: ours and the baseline differ by {float(gap_B.max()):.3g}")
 
 
-def measure_cpu_s(function: Callable[..., ResultT], *arguments: Any) -> tuple[float, ResultT]:
+def measure_cpu_s[ResultT](
+    function: Callable[..., ResultT], *arguments: Any
+) -> tuple[float, ResultT]:
     """Return the processor seconds of a call and its result."""
     start_s = time.process_time()
     result = function(*arguments)

@@ -38,7 +38,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -86,7 +86,6 @@ QUICK_OVERRIDES = (
     "evaluate.num_samples=1",
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
-ItemT = TypeVar("ItemT")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -286,7 +285,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _list_of(parse: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
+def _list_of[ItemT](parse: Callable[[str], ItemT]) -> Callable[[str], list[ItemT]]:
     def parse_list(text: str) -> list[ItemT]:
         return list(dict.fromkeys(parse(part) for part in text.split(",")))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.images import PlacedImage
 
-_T = TypeVar("_T")
 
 RowImages = tuple[tuple["PlacedImage", ...], ...]
 """The images of each row; starts count its tokens, prompt and response."""
@@ -424,7 +423,7 @@ def _stored_routes(
     return TokenRoutes(expert_NLK=expert_NLK, digest_N=digest_N)
 
 
-def _select(values: Sequence[_T] | None, row_R: np.ndarray) -> tuple[_T, ...] | None:
+def _select[T](values: Sequence[T] | None, row_R: np.ndarray) -> tuple[T, ...] | None:
     return None if values is None else tuple(values[row] for row in row_R.tolist())
 
 

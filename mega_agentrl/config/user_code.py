@@ -20,7 +20,7 @@ import sys
 import traceback
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError, check_range
 from mega_agentrl.config.peer_names import describe_class
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import ModuleType
 
-ChoiceT = TypeVar("ChoiceT", bound=str)
 
 _LOADER_FILES = (__file__, importlib.__file__)
 
@@ -39,7 +38,7 @@ def is_user_code(value: str) -> bool:
     return ":" in value or value.endswith(".py")
 
 
-def parse_choice(value: str, choices: Iterable[ChoiceT], key: str) -> ChoiceT | str:
+def parse_choice[ChoiceT: str](value: str, choices: Iterable[ChoiceT], key: str) -> ChoiceT | str:
     """Return the built-in choice of this name, or the reference to the user's own code.
 
     The path of a file becomes absolute, because a process of the run may have another working

@@ -30,7 +30,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.sections.reward import BUILT_IN_PARTS, DEFAULT_SOURCE, MODEL_PART
@@ -60,8 +60,6 @@ _logger = logging.getLogger(__name__)
 _PENDING_SCORE = Score(
     value=0.0, correct=False, f1=0.0, answer="", reason="not yet scored by the reward model"
 )
-InputT = TypeVar("InputT")
-ResultT = TypeVar("ResultT")
 
 
 def check_rubric_parts(config: RewardConfig, names: Collection[str]) -> None:
@@ -310,7 +308,7 @@ def _check_part(name: str, value: float) -> None:
         )
 
 
-def gather_futures(
+def gather_futures[InputT, ResultT](
     futures: Mapping[str, Future[InputT]], make: Callable[[dict[str, InputT]], ResultT]
 ) -> Future[ResultT]:
     """Return the joined future of several futures, without blocking.

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.data.prompt_sampler import PromptSampler
 from mega_agentrl.report.start_progress import StartProgress
@@ -76,7 +76,6 @@ class _RunStart:
         return Path(self.config.run_dir) / "logs"
 
 
-_Group = TypeVar("_Group", bound="RankGroup")
 _logger = logging.getLogger(__name__)
 
 
@@ -350,7 +349,7 @@ def _launch_colocated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, Gene
     return policy, generator
 
 
-def _start_model(group_class: type[_Group], start: _RunStart) -> _Group:
+def _start_model[Group: RankGroup](group_class: type[Group], start: _RunStart) -> Group:
     """Start all ranks of the critic or the reward model."""
     start.progress.begin(group_class.model_name, "its ranks import PyTorch and Megatron")
     group = group_class.launch(

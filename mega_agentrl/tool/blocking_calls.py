@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 from mega_agentrl.tool.call_protocol.json_text import has_many_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-P = ParamSpec("P")
-ResultT = TypeVar("ResultT")
 
 _NUM_THREADS = 16
 
 
-async def call_in_thread(
+async def call_in_thread[**P, ResultT](
     function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
 ) -> ResultT:
     """Call a function in one of the threads, and return what it returns."""

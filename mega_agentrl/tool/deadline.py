@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
 CANCEL_GRACE_S = 0.2
 
-ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 _abandoned_tasks: set[asyncio.Task[Any]] = set()
@@ -27,7 +26,7 @@ class DeadlineExceededError(Exception):
     """The work exceeded its time limit."""
 
 
-async def run_with_deadline(
+async def run_with_deadline[ResultT](
     work: Coroutine[Any, Any, ResultT],
     timeout_s: float | None,
     *,
@@ -62,7 +61,7 @@ async def run_with_deadline(
     return task.result()
 
 
-async def _cancel_and_undo(
+async def _cancel_and_undo[ResultT](
     task: asyncio.Task[ResultT], undo: Callable[[ResultT], Awaitable[None]] | None
 ) -> None:
     """Cancel the task, and undo its result if it ends with one nevertheless."""
@@ -74,7 +73,7 @@ async def _cancel_and_undo(
     await asyncio.wait({cleanup}, timeout=CANCEL_GRACE_S)
 
 
-async def _wait_and_undo(
+async def _wait_and_undo[ResultT](
     task: asyncio.Task[ResultT], undo: Callable[[ResultT], Awaitable[None]] | None
 ) -> None:
     await asyncio.wait({task})

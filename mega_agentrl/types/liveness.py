@@ -11,18 +11,17 @@ use this rule.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NameT = TypeVar("NameT", int, str)
 
 MAX_ROUND_S = 5.0
 """Longest round of a watching loop in seconds; a longer one was a pause of the watcher."""
 
 
-class LivenessTracker(Generic[NameT]):
+class LivenessTracker[NameT: (int, str)]:
     """Measures how long each process has been silent; not thread-safe."""
 
     def __init__(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     import torch
 
-ArrayT = TypeVar("ArrayT", "np.ndarray[Any, Any]", "torch.Tensor")
 
 DIGEST_BITS = 32
 _LARGEST_DIGEST = 2**DIGEST_BITS - 1
@@ -195,12 +194,16 @@ def unrouted(dtype: Any) -> int:
     return int(np.iinfo(dtype).max)
 
 
-def token_keys(position_N: ArrayT, token_N: ArrayT) -> ArrayT:
+def token_keys[ArrayT: ("np.ndarray[Any, Any]", "torch.Tensor")](
+    position_N: ArrayT, token_N: ArrayT
+) -> ArrayT:
     """Return [N] int64 numbers that identify tokens by position in their row and by id."""
     return _mix(position_N * _PER_POSITION + token_N)
 
 
-def route_digests(key: ArrayT, layer: ArrayT | int, expert: ArrayT) -> ArrayT:
+def route_digests[ArrayT: ("np.ndarray[Any, Any]", "torch.Tensor")](
+    key: ArrayT, layer: ArrayT | int, expert: ArrayT
+) -> ArrayT:
     """Return the int64 digest, below 2^32, of each pair of a token and an expert.
 
     The digest of a token is the sum over its layers and experts, modulo 2^32, so that pipeline
@@ -216,7 +219,7 @@ def route_digests(key: ArrayT, layer: ArrayT | int, expert: ArrayT) -> ArrayT:
     return digest
 
 
-def _mix(value: ArrayT) -> ArrayT:
+def _mix[ArrayT: ("np.ndarray[Any, Any]", "torch.Tensor")](value: ArrayT) -> ArrayT:
     """Return a 32-bit hash of each int64 number, as int64; products wrap around."""
     value = value * _MIX
     # Without this, exchanging the experts of two tokens would not change the sum of their digests.

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from mega_agentrl.errors import InputError
-
-ValueT = TypeVar("ValueT")
 
 _SCALARS = (str, bytes, int, float, Enum, type(None))
 PLAIN_TYPES: tuple[tuple[type, Callable[[Any], Any]], ...] = (
@@ -59,7 +57,7 @@ def to_builtins(value: Any, *, fallback: Callable[[Any], Any] | None = None) -> 
     return msgspec.to_builtins(value, enc_hook=convert_other)
 
 
-def from_builtins(kind: type[ValueT], data: Any, where: str) -> ValueT:
+def from_builtins[ValueT](kind: type[ValueT], data: Any, where: str) -> ValueT:
     """Restore a value from the output of `to_builtins`, also after a round trip through JSON.
 
     An integer may stand for a float; nothing else is coerced. A missing field with a default has

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mega_agentrl.algo.ares.reward import DIFFICULTY_NAMES, HARD, difficulty
 from mega_agentrl.algo.ares.state import PAPER_HYPERPARAMS, bucket_mean
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
         ReleasedKLController,
     )
 
-ValueT = TypeVar("ValueT")
 
 # Constants of `update_released_kl`, by the names of the module's docstring.
 RELEASED_KL_TARGET = 0.01
@@ -220,13 +219,13 @@ def update_released_kl(
     )
 
 
-def _replace_bucket(
+def _replace_bucket[ValueT](
     by_code: tuple[ValueT, ValueT, ValueT], code: int, value: ValueT
 ) -> tuple[ValueT, ValueT, ValueT]:
     """Return the values by difficulty code with the value of one code replaced."""
     return _as_triple([*by_code[:code], value, *by_code[code + 1 :]])
 
 
-def _as_triple(values: Sequence[ValueT]) -> tuple[ValueT, ValueT, ValueT]:
+def _as_triple[ValueT](values: Sequence[ValueT]) -> tuple[ValueT, ValueT, ValueT]:
     easy, medium, hard = values
     return easy, medium, hard

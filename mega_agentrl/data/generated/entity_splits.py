@@ -16,9 +16,6 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
-from typing import TypeVar
-
-ItemT = TypeVar("ItemT")
 
 VOWELS = "aiou"
 ENTITY_PREFIXES = tuple(head + vowel for head, vowel in product("BDGHJKWZ", VOWELS))
@@ -68,7 +65,9 @@ def make_split_inventories(seed: int) -> dict[Split, SplitInventory]:
     return {split: SplitInventory(entities[split], operands[split]) for split in Split}
 
 
-def split_items(items: tuple[ItemT, ...], rng: random.Random) -> dict[Split, tuple[ItemT, ...]]:
+def split_items[ItemT](
+    items: tuple[ItemT, ...], rng: random.Random
+) -> dict[Split, tuple[ItemT, ...]]:
     """Assign every item to exactly one split."""
     shuffled = rng.sample(items, len(items))
     by_split: dict[Split, tuple[ItemT, ...]] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from mega_agentrl.report.metrics_file import MetricLine, MetricLog
 
-RecordT = TypeVar("RecordT")
 
 JOB_FILE = "sweep_job.json"
 STATE_DONE, STATE_FAILED, STATE_UNFINISHED = "done", "failed", "unfinished"
@@ -156,7 +155,7 @@ def _job_order(path: Path) -> tuple[float, str]:
     return (int(head) if head.isdecimal() else math.inf, path.name)
 
 
-def _read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+def _read_record[RecordT](path: Path, kind: type[RecordT]) -> RecordT | None:
     """Return the part of a JSON file that `kind` describes; None without a file.
 
     Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from concurrent.futures import Future
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mega_agentrl.reward.matching import symbolic
 from mega_agentrl.reward.matching.notation import MAX_CHARS, matching_bracket, normalize
@@ -35,7 +35,6 @@ from mega_agentrl.reward.matching.words import has_words, number_aware_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-ResultT = TypeVar("ResultT")
 
 _SYMBOL = re.compile(r"\\?[a-zA-Z]+(?:_\w)?")
 _MAX_DEPTH = 6
@@ -77,7 +76,7 @@ def grade_answer(
     return symbolic.submit(f"{__name__}:match_any", {"answer": answer, "truths": undecided}, best)
 
 
-def map_grade(
+def map_grade[ResultT](
     grade: float | Future[float], to_score: Callable[[float], ResultT]
 ) -> ResultT | Future[ResultT]:
     """Return the score of a grade, or its future if the grade is one."""

@@ -144,7 +144,7 @@ class AgentLoop:
         )
 
 
-def _copy_outcome(task: asyncio.Task[ResultT], outcome: asyncio.Future[ResultT]) -> None:
+def _copy_outcome[ResultT](task: asyncio.Task[ResultT], outcome: asyncio.Future[ResultT]) -> None:
     """Pass on how a task of another loop has ended."""
     if task.cancelled():
         outcome.cancel()
@@ -160,7 +160,7 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-async def _without_exit(function: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
+async def _without_exit[ResultT](function: Callable[[], Coroutine[Any, Any, ResultT]]) -> ResultT:
     """Return the result of a coroutine function; its exit ends the attempt, not the loop."""
     try:
         return await function()

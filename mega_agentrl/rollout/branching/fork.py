@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from mega_agentrl.rollout.branching.policy import ForkPoint, TurnStart
 from mega_agentrl.rollout.context import INFRA_ERRORS
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mega_agentrl.types.protocols import InteractionSession, ToolSession
     from mega_agentrl.types.records import Role
 
-ResultT = TypeVar("ResultT")
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +120,9 @@ async def fork_sessions(
         raise
 
 
-async def _fork_or_error(fork: Awaitable[ResultT], name: str) -> ResultT | RuntimeError | OSError:
+async def _fork_or_error[ResultT](
+    fork: Awaitable[ResultT], name: str
+) -> ResultT | RuntimeError | OSError:
     try:
         return await fork
     except INFRA_ERRORS as error:

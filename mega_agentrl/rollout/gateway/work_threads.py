@@ -52,7 +52,7 @@ class WorkThreads:
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-def thread_copy(original: ResultT) -> ResultT:
+def thread_copy[ResultT](original: ResultT) -> ResultT:
     """Return the calling thread's copy of an object in a thread of this module, else the object."""
     by_id: dict[int, tuple[object, object]] | None = getattr(_copies, "by_id", None)
     if by_id is None:

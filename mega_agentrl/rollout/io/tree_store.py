@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -54,8 +54,6 @@ from mega_agentrl.types.serialization import PLAIN_TYPES
 if TYPE_CHECKING:
     from pathlib import Path
 
-ItemT = TypeVar("ItemT")
-HeadT = TypeVar("HeadT")
 
 _RECORDS = (
     RolloutTree,
@@ -383,7 +381,7 @@ def _restore_tree(stored: Any, prompt: Prompt) -> RolloutTree:
     )
 
 
-def _at(table: Sequence[ItemT], number: int) -> ItemT:
+def _at[ItemT](table: Sequence[ItemT], number: int) -> ItemT:
     if not 0 <= number < len(table):
         raise InputError("a number in a record", number, f"one of the {len(table)} stored objects")
     return table[number]
@@ -430,7 +428,7 @@ def _encode(value: Any, fallback: Callable[[Any], Any] | None = None) -> bytes:
         return json.dumps(msgspec.to_builtins(value, enc_hook=convert_other)).encode()
 
 
-def _decode(body: bytes, kind: type[HeadT]) -> HeadT:
+def _decode[HeadT](body: bytes, kind: type[HeadT]) -> HeadT:
     """Read a record as `kind`.
 
     Raises:

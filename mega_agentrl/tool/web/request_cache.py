@@ -12,7 +12,7 @@ import json
 import threading
 import unicodedata
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from mega_agentrl.tool.blocking_calls import call_in_thread
 
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from mega_agentrl.tool.web.disk_cache import DiskCache
 
 
-ResultT = TypeVar("ResultT")
-
-
-class SingleFlight(Generic[ResultT]):
+class SingleFlight[ResultT]:
     """Runs work by key, at most once at a time per key, over all threads and event loops.
 
     The first caller starts the work as its own task, and every caller waits for its result. The

@@ -15,7 +15,7 @@ import importlib
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import aiohttp
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 KEY = "rollout.agent"
 DEFAULT_STEP_TIMEOUT_S = 60.0
 
-ResultT = TypeVar("ResultT")
 
 _LIMIT_CODES = ("budget_spent", "context_length_exceeded")
 _log = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ async def guard(work: Coroutine[Any, Any, Observation], timeout_s: float, name: 
     return observation
 
 
-async def _without_exit(work: Coroutine[Any, Any, ResultT]) -> ResultT:
+async def _without_exit[ResultT](work: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Return the result of `work`; an exit that it asks for ends the attempt, not the run."""
     try:
         return await work

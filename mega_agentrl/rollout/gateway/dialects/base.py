@@ -6,7 +6,7 @@ import base64
 import binascii
 import re
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mega_agentrl.types.records import Message
 
 Body = bytes | bytearray
-BodyT = TypeVar("BodyT")
 
 MAX_DEPTH = 100
 """Maximum nesting of the schema of a tool."""
@@ -75,7 +74,7 @@ class Dialect(Protocol):
         """Return the event of an error after the head of a stream was sent."""
 
 
-def decode_body(body: Body, body_type: type[BodyT]) -> BodyT:
+def decode_body[BodyT](body: Body, body_type: type[BodyT]) -> BodyT:
     """Return a JSON body as a `msgspec.Struct`; unknown fields are ignored.
 
     Raises:
@@ -90,7 +89,7 @@ def decode_body(body: Body, body_type: type[BodyT]) -> BodyT:
         raise GatewayError(ErrorKind.invalid_request, f"body: {error}{cause}") from error
 
 
-def convert_item(value: Mapping[str, Any], item_type: type[BodyT], key: str) -> BodyT:
+def convert_item[BodyT](value: Mapping[str, Any], item_type: type[BodyT], key: str) -> BodyT:
     """Return a decoded JSON object as a `msgspec.Struct`; unknown fields are ignored.
 
     Raises:
