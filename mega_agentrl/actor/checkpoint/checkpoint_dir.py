@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
 MANIFEST_FILE = "manifest.json"
-MANIFEST_FORMAT = "mega_agentrl checkpoint 2"
+MANIFEST_FORMAT = "mega_agentrl checkpoint 3"
+_FORMATS = re.compile(r"mega_agentrl checkpoint \d+")
 MAX_MANIFEST_BYTES = 1 << 28
 """Largest manifest; one with the files of thousands of ranks and the state of a sampler of millions
 of rows has a tenth of that."""
@@ -48,6 +49,10 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 _logger = logging.getLogger(__name__)
+
+
+class CheckpointVersionError(InputError):
+    """An intact checkpoint is of another version of this program, which alone can continue it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +120,8 @@ class CheckpointManifest:
         """Read the manifest of a folder.
 
         Raises:
-            ValueError: If the folder is not a finished checkpoint of this format.
+            CheckpointVersionError: If it is a checkpoint of another version.
+            ValueError: If the folder is not a finished checkpoint.
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
@@ -130,6 +136,15 @@ class CheckpointManifest:
                 raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
             values = dict(parse_json(path.read_bytes(), unique_keys=True))
         got_format = values.pop("format", None)
+        if _FORMATS.fullmatch(str(got_format)) and got_format != MANIFEST_FORMAT:
+            raise CheckpointVersionError(
+                f"format of {path}",
+                got_format,
+                repr(MANIFEST_FORMAT),
+                "a run of another version (format 2: with megatron-core 0.16); continue it with "
+                "that version, or export it there (tools/export_hf.py) and start a new run from "
+                "the exported weights (resume=false moves this one aside)",
+            )
         if got_format != MANIFEST_FORMAT:
             raise InputError(f"format of {path}", got_format, repr(MANIFEST_FORMAT))
         # Imported here, because the tests for GPUs run without msgspec.
@@ -254,13 +269,19 @@ def find_damage(
 
 
 def list_checkpoints(run_folder: Path) -> list[tuple[Path, CheckpointManifest]]:
-    """List the intact checkpoints of a run folder, oldest first."""
+    """List the intact checkpoints of a run folder, oldest first.
+
+    Raises:
+        CheckpointVersionError: If one is of another version, so that none is taken for damaged.
+    """
     checkpoints = []
     for path in run_folder.glob(f"*/{MANIFEST_FILE}"):
         if _PARTIAL_SUFFIX in path.parent.name:
             continue
         try:
             manifest = CheckpointManifest.read(path.parent)
+        except CheckpointVersionError:
+            raise
         except ValueError:
             continue
         if find_damage(path.parent, manifest, manifest.files, contents=False) is None:

@@ -133,6 +133,7 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resume: bool) -> tuple[b
         of `<name>.1`, `<name>.2`, ...
 
     Raises:
+        CheckpointVersionError: The run would continue from checkpoints of another version.
         ValueError: The folder contains checkpoints of a run with other settings.
     """
     is_resumed, moved_to = False, None
@@ -208,6 +209,7 @@ def _is_resumable(run_dir: Path, config_yaml: str) -> bool:
     if (run_dir / SUMMARY_FILE).exists():
         return not keys and _is_longer(run_dir, earlier, config_yaml)
     if not keys:
+        _intact_checkpoints(run_dir)
         return True
     if not _has_checkpoint(run_dir):
         return False
@@ -230,14 +232,19 @@ def _is_longer(run_dir: Path, earlier: str, now: str) -> bool:
 
     The number of steps of an epoch is unknown here: epochs after a run of steps count as more.
     """
-    folders = (run_dir / name for name in (CHECKPOINTS_DIR, WARM_START_DIR))
-    if not any(list_checkpoints(folder) for folder in folders):
-        return False
     old, new = (complete_settings(yaml.safe_load(text)) for text in (earlier, now))
     if new["total_epochs"]:
-        return bool(new["total_epochs"] > old["total_epochs"])
-    num_steps = _num_finished_steps(run_dir)
-    return num_steps is None or bool(new["total_steps"] > num_steps)
+        is_longer = bool(new["total_epochs"] > old["total_epochs"])
+    else:
+        num_steps = _num_finished_steps(run_dir)
+        is_longer = num_steps is None or bool(new["total_steps"] > num_steps)
+    return is_longer and bool(_intact_checkpoints(run_dir))
+
+
+def _intact_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the checkpoints of a run; raises `CheckpointVersionError` for another version's."""
+    folders = (run_dir / name for name in (CHECKPOINTS_DIR, WARM_START_DIR))
+    return [path for folder in folders for path, _ in list_checkpoints(folder)]
 
 
 def _num_finished_steps(run_dir: Path) -> int | None:

@@ -10,11 +10,13 @@ import pytest
 from mega_agentrl.actor.checkpoint import checkpoint_dir
 from mega_agentrl.actor.checkpoint.checkpoint_dir import (
     CheckpointManifest,
+    CheckpointVersionError,
     FileRecord,
     commit_folder,
     create_partial_folder,
     find_damage,
     latest_checkpoint,
+    list_checkpoints,
     prune_checkpoints,
     to_json_dict,
 )
@@ -136,6 +138,17 @@ def test_another_format_is_refused(tmp_path):
     with pytest.raises(InputError) as caught:
         CheckpointManifest.read(folder)
     assert caught.value.got == "other 2"
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_checkpoint_of_an_earlier_version_is_not_taken_for_a_damaged_one(tmp_path):
+    folder = write(tmp_path / "a")
+    text = (folder / "manifest.json").read_text()
+    earlier = "mega_agentrl checkpoint 2"
+    (folder / "manifest.json").write_text(text.replace(checkpoint_dir.MANIFEST_FORMAT, earlier))
+    with pytest.raises(CheckpointVersionError) as caught:
+        list_checkpoints(tmp_path)
+    assert (caught.value.got, caught.value.expected) == (earlier, repr("mega_agentrl checkpoint 3"))
 
 
 def changed(*places, value):

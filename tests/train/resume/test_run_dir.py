@@ -9,6 +9,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from mega_agentrl.actor.checkpoint.checkpoint_dir import MANIFEST_FORMAT, CheckpointVersionError
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.override_keys import known_keys
 from mega_agentrl.report.config_diff import complete_settings
@@ -120,6 +121,28 @@ def test_checkpoints_of_other_settings_are_an_error_that_names_the_keys(tmp_path
     assert caught.value.key == "run_dir"
     assert caught.value.got.endswith("other values of optim.lr, seed")
     assert (tmp_path / "run" / "config.yaml").read_text() == text()
+
+
+def test_a_checkpoint_of_an_earlier_version_is_an_error_before_anything_is_written(tmp_path):
+    begun(tmp_path / "run", checkpoint="checkpoints/step-000004")
+    manifest = tmp_path / "run/checkpoints/step-000004/manifest.json"
+    manifest.write_text('{"format": "mega_agentrl checkpoint 2"}')
+    with pytest.raises(CheckpointVersionError) as caught:
+        prepare_run_dir(tmp_path / "run", text(total_steps=20), resume=True)
+    assert caught.value.name == f"format of {manifest}"
+    assert caught.value.got == "mega_agentrl checkpoint 2"
+    assert caught.value.expected == repr(MANIFEST_FORMAT)
+    assert "megatron-core 0.16" in caught.value.cause
+    assert (tmp_path / "run" / "config.yaml").read_text() == text()
+    assert prepare_run_dir(tmp_path / "run", text(), resume=False) == (False, tmp_path / "run.1")
+
+
+def test_a_finished_run_of_an_earlier_version_is_moved_aside_as_any_other(tmp_path):
+    begun(tmp_path / "run", checkpoint="checkpoints/step-000010", finished=True)
+    (tmp_path / "run/summary.json").write_text('{"num_steps": 10}')
+    manifest = tmp_path / "run/checkpoints/step-000010/manifest.json"
+    manifest.write_text('{"format": "mega_agentrl checkpoint 2"}')
+    assert prepare_run_dir(tmp_path / "run", text(), resume=True) == (False, tmp_path / "run.1")
 
 
 def test_without_a_checkpoint_other_settings_begin_anew(tmp_path):
