@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.megatron_compat import is_rotation_compiled
 from mega_agentrl.actor.model.grouped_experts import GroupedExperts, supports_grouped_mm
 from mega_agentrl.actor.model.layer_spec import RMSNorm, rms_norm
 from mega_agentrl.actor.model.packed_attention import PackedAttention, supports_varlen_attention
@@ -17,8 +18,6 @@ from mega_agentrl.config.enums import TreeAttention
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from mega_agentrl.actor.megatron_model import MegatronModel
@@ -33,13 +32,13 @@ def describe_kernels(model: MegatronModel) -> str:
 
     If Transformer Engine is installed but cannot be imported, the line ends with the error.
     """
-    from megatron.core.models.common.embeddings import rope_utils  # `device` must be imported first
-
     modules = [module for chunk in model.chunks for module in chunk.modules()]
     kernels = {
         "attention": _attention_kernel(model, modules),
-        "norm": _compilation(rms_norm) if _has_module(modules, RMSNorm) else _TRANSFORMER_ENGINE,
-        "rope": _compilation(rope_utils._apply_rotary_pos_emb_bshd),
+        "norm": _compilation(is_compiled=device.is_compiled(rms_norm))
+        if _has_module(modules, RMSNorm)
+        else _TRANSFORMER_ENGINE,
+        "rope": _compilation(is_compiled=is_rotation_compiled()),
         "optimizer": _optimizer_kernel(model),
         "gradients of weights": _accumulation_kernel(model),
         "experts": _expert_kernel(model, modules),
@@ -52,8 +51,8 @@ def describe_kernels(model: MegatronModel) -> str:
     return f"{line} ({_TRANSFORMER_ENGINE} cannot be imported: {error})" if error else line
 
 
-def _compilation(function: Callable[..., object]) -> str:
-    return "torch compiled" if device.is_compiled(function) else "torch"
+def _compilation(*, is_compiled: bool) -> str:
+    return "torch compiled" if is_compiled else "torch"
 
 
 def _has_module(modules: list[torch.nn.Module], module_class: type) -> bool:

@@ -25,6 +25,7 @@ from mega_agentrl.actor import device
 from mega_agentrl.actor.checkpoint import save_load
 from mega_agentrl.actor.checkpoint.hf_export import export_hf_folder
 from mega_agentrl.actor.checkpoint.peft_folder import read_peft_folder
+from mega_agentrl.actor.megatron_compat import init_device
 from mega_agentrl.actor.model.gpt_model import (
     build_model_chunks,
     check_parameter_shapes,
@@ -146,7 +147,7 @@ class MegatronModel:
         torch.set_num_threads(rank_info.num_threads)
         if config.deterministic:
             torch.use_deterministic_algorithms(True, warn_only=True)
-        device.init_device(rank_info.rank)
+        init_device(rank_info.rank)
         self.groups = process_groups.init_process_groups(
             config.parallel,
             rank=rank_info.rank,
@@ -203,12 +204,8 @@ class MegatronModel:
             chunks, self.shard_layouts, lora, self.dtype, self.groups, exact=self.is_exact
         )
         for chunk in chunks:
-            set_grad_sync_flags(
-                chunk,
-                self.shape,
-                sequence=self.config.parallel.sequence_parallel,
-                expert_tensor_rank=self.groups.pg_collection.expt_tp.rank(),
-            )
+            sequence = self.config.parallel.sequence_parallel
+            set_grad_sync_flags(chunk, self.shape, sequence=sequence)
         return adapters
 
     @property

@@ -57,11 +57,11 @@ def lone_rank():
 @pytest.fixture
 def one_rank():
     """Create process groups of a single rank, in this process."""
-    from mega_agentrl.actor import device
+    from mega_agentrl.actor import megatron_compat
     from mega_agentrl.actor.parallel import process_groups
 
     threads = torch.get_num_threads()
-    device.init_device(0)
+    megatron_compat.init_device(0)
     groups = process_groups.init_process_groups(
         ParallelConfig(),
         rank=0,

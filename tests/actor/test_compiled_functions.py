@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from mega_agentrl.actor import device
+from mega_agentrl.actor import device, megatron_compat
 from mega_agentrl.actor.model.layer_spec import rms_norm
 
 LENGTHS = (5, 17, 40)
@@ -36,7 +36,7 @@ def norm():
 
 
 def rope():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.models.common.embeddings import rope_utils
 
     rotate = rope_utils._apply_rotary_pos_emb_bshd

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from mega_agentrl.actor import device
+from mega_agentrl.actor import device, megatron_compat
 from mega_agentrl.config.enums import Dtype
 from tests.actor.gloo_ranks import run_ranks
 
@@ -22,7 +22,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="redirections are 
 
 @on_cpu
 def test_cuda_means_cpu_in_megatron_and_nowhere_else():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.pipeline_parallel import schedules
 
     view = schedules.torch
@@ -37,7 +37,7 @@ def test_cuda_means_cpu_in_megatron_and_nowhere_else():
 
 @on_cpu
 def test_the_view_keeps_lazy_attributes_and_is_made_once():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.optimizer import clip_grads
     from megatron.core.pipeline_parallel import schedules
 
@@ -49,7 +49,7 @@ def test_the_view_keeps_lazy_attributes_and_is_made_once():
 
 @on_cpu
 def test_streams_on_a_cpu_are_one_that_is_always_idle():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.transformer.moe import token_dispatcher
 
     cuda = token_dispatcher.torch.cuda
@@ -62,7 +62,7 @@ def test_streams_on_a_cpu_are_one_that_is_always_idle():
 
 @on_cpu
 def test_split_sizes_become_numpy_where_asked_for():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.transformer.moe.token_dispatcher import maybe_move_tensor_to_cpu
 
     sizes = torch.tensor([3, 1])
@@ -73,7 +73,7 @@ def test_split_sizes_become_numpy_where_asked_for():
 
 
 def test_no_random_numbers_are_drawn():
-    device.init_device(0)
+    megatron_compat.init_device(0)
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     before = torch.get_rng_state()
@@ -147,10 +147,10 @@ def test_the_dtype_is_the_chosen_one_and_by_default_that_of_the_device():
 def gather_and_scatter(rank, group):
     """Gather ROWS[r] rows of r + 1 from each rank r, then reduce-scatter 10 * r + target rank."""
     parts = [torch.zeros(rows, 2) for rows in ROWS]
-    device.all_gather_uneven(parts, torch.full((ROWS[rank], 2), rank + 1.0), group=group)
+    megatron_compat.all_gather_uneven(parts, torch.full((ROWS[rank], 2), rank + 1.0), group=group)
     mine = torch.full((ROWS[rank], 2), -1.0)
     shares = [torch.full((rows, 2), 10.0 * rank + to) for to, rows in enumerate(ROWS)]
-    device.reduce_scatter_uneven(mine, shares, group=group)
+    megatron_compat.reduce_scatter_uneven(mine, shares, group=group)
     assert all((share == 10.0 * rank + to).all() for to, share in enumerate(shares))
     return torch.cat(parts), mine
 

@@ -2,11 +2,10 @@
 
 Torch's own reader unpickles `.metadata`, and its planner unpickles the objects that are stored
 beside the tensors; either may run any code. Here `.metadata` is read into plain records and checked
-before anything else, and tensors and objects are read with `weights_only`. `common.pt` and
-`metadata.json`, which hold nothing that a run needs, are not read.
+before anything else, and tensors and objects are read with `weights_only`. `metadata.json`, which
+holds nothing that a run needs, is not read.
 
-The private names that are imported from Megatron and torch are those of the pinned version,
-megatron-core 0.16.1.
+The private names that are imported from torch are those of the pinned version.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
-    _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemReader
@@ -38,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mega_agentrl.actor.megatron_compat import replace_keys_with_sharded_keys
 from mega_agentrl.config.input_files import reading
 from mega_agentrl.errors import InputError
 
@@ -48,12 +47,13 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_PATH_CLASSES = ("PosixPath", "PurePosixPath")
 _RECORD_CLASSES = frozenset(
     {
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "PurePosixPath"),
+        # Python 3.13 writes the second name.
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES),
         *(
             (_METADATA_MODULE, name)
             for name in (
@@ -89,7 +89,7 @@ def read_sharded_state(
         ValueError: On all ranks, before anything is read, if the metadata is damaged.
         RuntimeError: The checkpoint has no such tensor or object, or one of another shape.
     """
-    by_key, _, names = _replace_state_dict_keys_with_sharded_keys(dict(state))
+    by_key, _, names = replace_keys_with_sharded_keys(dict(state))
     values = mcore_to_pyt_state_dict(by_key, True)
     object_keys = {one.unique_key for one in state.values() if isinstance(one, ShardedObject)}
     tensors = [one for one in state.values() if isinstance(one, ShardedTensor)]

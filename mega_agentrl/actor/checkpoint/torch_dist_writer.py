@@ -11,8 +11,7 @@ which calls nothing but the records of such plans. They go from the ranks to ran
 through the folder that rank 0 has created for it under a random name, and are removed before it
 becomes a checkpoint: none is ever read from the folder of an earlier run, or of somebody else's.
 
-The private names that are imported from Megatron and torch are those of the pinned version,
-megatron-core 0.16.1.
+The private names that are imported from torch are those of the pinned version.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.strategies.common import (
-    COMMON_STATE_FNAME,
-    TorchCommonSaveStrategy,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -39,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
 from mega_agentrl.actor.checkpoint.torch_dist_reader import LimitedUnpickler
+from mega_agentrl.actor.megatron_compat import replace_keys_with_sharded_keys
 from mega_agentrl.errors import InputError
 
 if TYPE_CHECKING:
@@ -75,6 +71,8 @@ _REPORT_NAMES = frozenset(
     }
 )
 """Names that a report may refer to, beside dtypes and `torch.Size`."""
+_COMMON_STATE = ShardedObject("common_state", {}, (1,), (0,))
+"""Megatron's place for values that are not sharded, without which its `load` reads nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,9 @@ def write_rank_file(state: dict[str, Any], folder: Path, rank: int) -> None:
         folder: Folder of the checkpoint.
         rank: Global rank.
     """
-    by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(state, True)
+    if rank == 0:
+        state = {**state, _COMMON_STATE.key: _COMMON_STATE}
+    by_key, _, _ = replace_keys_with_sharded_keys(state, True)
     planner, writer = _make_planner(mcore_to_pyt_state_dict(by_key)), _make_writer(folder)
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -128,13 +128,12 @@ def finalize_checkpoint(
     _, metadata = _make_planner({}).create_global_plan([report.plan for report in reports])
     _check_coverage(folder, metadata, expected)
     _make_writer(folder).finish(metadata, [report.results for report in reports])
-    TorchCommonSaveStrategy(_BACKEND, _VERSION).save_common({}, folder)
     save_config(CheckpointingConfig(_BACKEND, _VERSION), str(folder))
     files = {name: record for report in reports for name, record in report.files.items()}
     _check_byte_ranges(folder, files)
     for path in paths:
         path.unlink()
-    common_files = (_METADATA_FILE, _CONFIG_FILE, COMMON_STATE_FNAME)
+    common_files = (_METADATA_FILE, _CONFIG_FILE)
     return files | {name: FileRecord.from_file(folder / name) for name in common_files}
 
 

@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer import attention as megatron_attention
 from torch.nn import functional
 
+from mega_agentrl.actor.megatron_compat import replace_rotation
 from mega_agentrl.numerics import layers
 from mega_agentrl.numerics.exact_sums import FixedPointRows, exact_matmul
 
@@ -133,7 +133,7 @@ def use_exact_rotation(config: TransformerConfig, attention_factor: float) -> No
     """Make Megatron's attention rotate queries and keys exactly in models with this config."""
     # Not a field of Megatron's; the rotation gets nothing but the config.
     config.exact_attention_factor = attention_factor
-    megatron_attention.apply_rotary_pos_emb = _rotate
+    replace_rotation(_rotate)
 
 
 def _rotate(

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.megatron_compat import LoadedGPTModel
 from mega_agentrl.actor.model.exact_layers import exact_silu, use_exact_rotation
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedTreeParams, resolve_tree_attention
@@ -73,7 +73,7 @@ class ScalarOutputLayer(torch.nn.Module):
         )
 
 
-class GPTModelChunk(GPTModel):
+class GPTModelChunk(LoadedGPTModel):
     """One chunk: layers, with the embedding in the first and norm and head in the last one.
 
     The first chunk of a vision-language model also has the vision tower.
@@ -81,14 +81,6 @@ class GPTModelChunk(GPTModel):
 
     vision: torch.nn.Module | None
     image_processor: ImageProcessor | None
-
-    def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
-        return hidden_states
-
-    def _is_in_embd_group(self) -> bool:
-        # Otherwise Megatron would sum the tied weights of both stages to initialise them equally;
-        # here both are loaded from the checkpoint.
-        return False
 
     def output_weight(self) -> torch.Tensor:
         """Return the `[V/tp, D]` output weight, or `[1, D]` of a scalar head; last chunk only."""
@@ -123,6 +115,7 @@ class GPTModelChunk(GPTModel):
             decoder_input=embedded_S1D,
             packed_seq_params=trees,
             extra_block_kwargs=None if features is None else {"context": features},
+            output_processor=_hidden_states,
         )
         return hidden
 
@@ -154,6 +147,11 @@ class GPTModelChunk(GPTModel):
         feature_PD, deepstack_KPD = encode_images(self.vision, self.image_processor, images)
         trees.image_place_P = images.place_P
         return embedded_S1D.index_copy(0, images.place_P, feature_PD.unsqueeze(1)), deepstack_KPD
+
+
+def _hidden_states(hidden_states: torch.Tensor, **_: object) -> torch.Tensor:
+    """Take the place of Megatron's output layer, and return its input."""
+    return hidden_states
 
 
 def build_transformer_config(
@@ -363,15 +361,14 @@ def _build_model_chunk(
     return model
 
 
-def set_grad_sync_flags(
-    model: torch.nn.Module, shape: ModelShape, *, sequence: bool, expert_tensor_rank: int = 0
-) -> None:
+def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: bool) -> None:
     """Set the parameter attributes that tell Megatron how to reduce gradients and count norms.
 
         tensor_model_parallel   The parameter is sharded over the tensor group: the shards of all
                                 ranks count in the gradient norm, else only tensor rank 0's copy.
         allreduce = False       The parameter belongs to an expert: it is replicated over the
-                                expert-data group instead of the data group.
+                                expert-data group instead of the data group, and its tensor group is
+                                that of the expert.
         sequence_parallel       The parameter is replicated over the tensor group, but each rank
                                 applies it to its part of the tokens, so gradients are summed.
         average_gradients_across_tp_domain
@@ -380,26 +377,21 @@ def set_grad_sync_flags(
                                 fixed order, so that replicas would drift apart without a mean. On
                                 CPUs the gradients are equal, and gloo has no mean.
 
-    Megatron sets these attributes when it initialises weights, which is skipped here. It sets
-    `allreduce` only with more than one expert-parallel rank, but experts are replicated over other
-    ranks than dense parameters as soon as the expert tensor size differs from the tensor size.
-    Megatron recognises query and key norms by name and sums their gradients. A scalar head
-    processes all tokens on every rank, so its gradient is complete.
+    Megatron's layers set some of these attributes; norms, adapters, towers and heads of this
+    package do not. Megatron recognises query and key norms by name and sums their gradients. A
+    scalar head processes all tokens on every rank, so its gradient is complete.
 
     Args:
         model: The chunk whose parameters get the attributes.
         shape: Shape of the model.
         sequence: Whether sequence parallelism is on.
-        expert_tensor_rank: Tensor rank within an expert. Only the first one's copy of an expert's
-            replicated factor of an adapter counts.
     """
     for name, parameter in model.named_parameters():
         is_expert = is_expert_param(name)
         # A factor of an adapter that all tensor ranks hold has its whole gradient on each.
         is_lora = is_lora_param(name)
         is_replicated = is_tensor_replicated(shape, name) and (is_lora or not is_expert)
-        is_only_copy = is_expert and expert_tensor_rank == 0
-        parameter.tensor_model_parallel = not is_replicated or is_only_copy
+        parameter.tensor_model_parallel = not is_replicated
         parameter.allreduce = not is_expert
         needs_sum = is_replicated and not (is_lora or name.endswith(_NO_TP_GRAD_SUM_SUFFIXES))
         parameter.sequence_parallel = sequence and needs_sum

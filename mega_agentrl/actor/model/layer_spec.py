@@ -15,8 +15,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch.nn import functional
 
@@ -82,53 +80,6 @@ class ExactRMSNorm(RMSNorm):
         )
 
 
-class GatheredKVAttention(SelfAttention):
-    """Megatron's `SelfAttention`, also for more tensor ranks than key/value heads.
-
-    The rows of `linear_qkv` are grouped by key/value head, [queries of the group, key, value]
-    each, and split evenly over the tensor ranks. With more ranks than groups, a rank has only a
-    part of the rows of its group; the ranks gather the outputs, and each selects its own queries
-    and the key and value of its group. Megatron's own code for this takes the tensor group from
-    global state.
-    """
-
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return this rank's `[S, 1, heads, D]` query and `[S, 1, groups, D]` key and value.
-
-        S tokens, D head width.
-        """
-        num_groups, group = self.config.num_query_groups, self.pg_collection.tp
-        if num_groups >= group.size():
-            return super().get_query_key_value_tensors(
-                hidden_states, key_value_states, output_gate, split_qkv
-            )
-        assert split_qkv and not output_gate, "only needed with fused kernels that are not in use"
-        width = self.hidden_size_per_attention_head
-        num_queries = self.config.num_attention_heads // num_groups
-        ranks_per_group = group.size() // num_groups
-        group_index, rank_in_group = divmod(group.rank(), ranks_per_group)
-        local_qkv, _ = self.linear_qkv(hidden_states)
-        qkv = all_gather_last_dim_from_tensor_parallel_region(local_qkv, group=group)
-        heads = qkv.view(*qkv.shape[:2], num_groups, num_queries + 2, width)[:, :, group_index]
-        queries_per_rank = num_queries // ranks_per_group
-        query = heads[
-            :, :, rank_in_group * queries_per_rank : (rank_in_group + 1) * queries_per_rank
-        ]
-        key = heads[:, :, num_queries : num_queries + 1]
-        value = heads[:, :, num_queries + 1 :]
-        if self.q_layernorm is not None:
-            query = self.q_layernorm(query)
-        if self.k_layernorm is not None:
-            key = self.k_layernorm(key)
-        return query, key, value
-
-
 def decoder_block_spec(
     shape: ModelShape, mp_rank: ModelParallelRank, chunk: int, *, exact: bool = False
 ) -> TransformerBlockSubmodules:
@@ -164,11 +115,13 @@ def _local_layer_spec(shape: ModelShape, *, sparse: bool, exact: bool) -> Module
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     attention.core_attention = ExactPackedAttention if exact else PackedAttention
+    # Megatron builds an MLP or a layer of experts from a `functools.partial` with its submodules.
+    mlp = layer.mlp.keywords["submodules"]
     if exact:
-        attention.linear_qkv = layer.mlp.submodules.linear_fc1 = ExactColumnParallelLinear
-        attention.linear_proj = layer.mlp.submodules.linear_fc2 = ExactRowParallelLinear
+        attention.linear_qkv = mlp.linear_fc1 = ExactColumnParallelLinear
+        attention.linear_proj = mlp.linear_fc2 = ExactRowParallelLinear
     if sparse:
-        layer.mlp.submodules.experts.module = GroupedExperts
+        mlp.experts = partial(GroupedExperts, **mlp.experts.keywords)
     return _customize_layer_spec(spec, shape, sparse)
 
 
@@ -196,9 +149,9 @@ def _num_experts(shape: ModelShape, sparse: bool) -> int | None:
 
 
 def _customize_layer_spec(spec: ModuleSpec, shape: ModelShape, sparse: bool) -> ModuleSpec:
-    """Set the attention module and the biases, for local and Transformer Engine layers alike."""
-    spec.submodules.self_attention.module = GatheredKVAttention
-    attention, mlp = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    """Set the biases, for local and Transformer Engine layers alike."""
+    attention = spec.submodules.self_attention.submodules
+    mlp = spec.submodules.mlp.keywords["submodules"]
     if shape.o_proj_bias:
         attention.linear_proj = linear_with_bias(attention.linear_proj)
     if shape.mlp_bias and not sparse:

@@ -35,7 +35,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch.nn.utils import get_total_norm
 
-from mega_agentrl.actor import device
+from mega_agentrl.actor import device, megatron_compat
 from mega_agentrl.actor.training.offload import ALL_STATE, require_on_device
 from mega_agentrl.errors import InputError
 
@@ -49,12 +49,6 @@ if TYPE_CHECKING:
     from mega_agentrl.config.sections.policy import OptimConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_TENSOR_PARALLEL_ATTRIBUTES = (
-    "tensor_model_parallel",
-    "partition_dim",
-    "partition_stride",
-    "shared",
-)
 
 
 class AdamOptimizer:
@@ -88,7 +82,7 @@ class AdamOptimizer:
         self._chunks = chunks
         self._config = settings
         self._groups = groups
-        with device.report_cuda_tensor_types():
+        with megatron_compat.report_cuda_tensor_types():
             self._optimizer = get_megatron_optimizer(
                 _megatron_optimizer_config(settings, dtype, distributed=distributed),
                 chunks,
@@ -200,7 +194,7 @@ class AdamOptimizer:
         """Compute the Euclidean norm over the whole model, bit-identical on every rank."""
         total = torch.zeros((), dtype=torch.float64, device=device.current_device())
         for optimizer in self._chained_optimizers:
-            counted_gradients = optimizer.get_main_grads_for_grad_norm()
+            counted_gradients = optimizer.get_grads_for_grad_norm()
             counted_ids = {id(gradient) for gradient in counted_gradients}
             other_gradients = [g for g in _main_grads(optimizer) if id(g) not in counted_ids]
             num_replicas = self._num_grad_replicas(optimizer)
@@ -246,9 +240,7 @@ def _detach_master_shards(optimizer: DistributedOptimizer) -> None:
     ):
         for number, shard in enumerate(shards):
             detached = shard.detach()
-            for name in _TENSOR_PARALLEL_ATTRIBUTES:
-                if hasattr(shard, name):
-                    setattr(detached, name, getattr(shard, name))
+            vars(detached).update(vars(shard))  # what Megatron has marked it with
             # The group's parameters start with the float32 shards, in the same order.
             shards[number] = group["params"][number] = detached
 
@@ -270,7 +262,7 @@ def _state_shards(
     for parameter, master in _param_master_pairs(optimizer):
         first = 0
         if isinstance(optimizer, DistributedOptimizer):
-            first = optimizer._get_model_param_range_map(parameter)["param"].start
+            first = megatron_compat.first_element(optimizer, parameter)
         values = {"param": master, **{name: adam.state[master][name] for name in MOMENTS}}
         yield parameter, first, {name: value.detach().view(-1) for name, value in values.items()}
 

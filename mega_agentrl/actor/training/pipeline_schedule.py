@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from mega_agentrl.actor.megatron_compat import TrackedP2PCommunicator
 from mega_agentrl.estimate.host_memory import PROCESS_MEMORY
-from mega_agentrl.types.activity import WAIT_OVERDUE_S, track_activity
+from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -37,25 +37,6 @@ Objective = Callable[..., tuple[torch.Tensor, MicroBatchStats]]
 _TRIM_EVERY_TOKENS = 4096
 """Tokens between two calls of `HostMemoryTracker.trim` on a CPU. Trimming before every small
 micro-batch would slow it down by a quarter."""
-
-
-class TrackedP2PCommunicator(P2PCommunicator):
-    """Megatron's communicator between pipeline stages, which reports the ranks it waits for."""
-
-    def _communicate(self, **kwargs: Any) -> Any:
-        # Whether this rank receives from and sends to each neighbour.
-        directions = {
-            f"rank {self.prev_rank}": (kwargs["recv_prev"], kwargs["tensor_send_prev"] is not None),
-            f"rank {self.next_rank}": (kwargs["recv_next"], kwargs["tensor_send_next"] is not None),
-        }
-        peers = [peer for peer, transfers in directions.items() if any(transfers)]
-        receives = any(receive for receive, _ in directions.values())
-        sends = any(send for _, send in directions.values())
-        verb = "/".join(["send"] * sends + ["receive"] * receives)
-        with track_activity(
-            f"micro-batch {verb}", " and ".join(peers), overdue_after_s=WAIT_OVERDUE_S
-        ):
-            return super()._communicate(**kwargs)
 
 
 class PipelineSchedule:

@@ -85,7 +85,7 @@ def test_tensors_and_objects_are_read(folder):
 
 
 def test_files_that_hold_nothing_of_a_run_are_not_read(folder, tmp_path):
-    for name in ("common.pt", "metadata.json", "__0.metadata"):
+    for name in ("metadata.json", "__0.metadata"):
         (folder / name).write_bytes(pickle.dumps(Command(tmp_path / "ran")))
     read_sharded_state(sharded(torch.zeros(4, 5)), folder)
     assert not (tmp_path / "ran").exists()

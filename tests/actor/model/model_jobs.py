@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mega_agentrl.actor import device
+from mega_agentrl.actor import device, megatron_compat
 from mega_agentrl.actor.model import gpt_model
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel import process_groups
@@ -34,7 +34,7 @@ class Differentiated:
 
 def differentiate(rank_info, folder, layout, batch):
     """Return the outputs of the model and the gradients of their advantage-weighted sum."""
-    device.init_device(rank_info["rank"])
+    megatron_compat.init_device(rank_info["rank"])
     groups = process_groups.init_process_groups(layout, **rank_info)
     coordinates = groups.coordinates
     shape = ModelShape.from_folder(folder)
@@ -81,7 +81,7 @@ def differentiate(rank_info, folder, layout, batch):
 
 def query_key_value(rank_info, folder, layout):
     """Return query, key and value of the first layer for ten fixed hidden states."""
-    device.init_device(rank_info["rank"])
+    megatron_compat.init_device(rank_info["rank"])
     groups = process_groups.init_process_groups(layout, **rank_info)
     shape = ModelShape.from_folder(folder)
     (chunk,) = gpt_model.build_model_chunks(shape, groups, layout, torch.float32)
@@ -130,7 +130,9 @@ def counted(parameters, groups):
         parameter.numel()
         for parameter in parameters
         if param_is_not_shared(parameter)
-        and param_is_not_tensor_parallel_duplicate(parameter, groups.pg_collection.tp)
+        and param_is_not_tensor_parallel_duplicate(
+            parameter, groups.pg_collection.tp, groups.pg_collection.expt_tp
+        )
         and (
             coordinates.data_rank == coordinates.context_rank == 0
             if parameter.allreduce

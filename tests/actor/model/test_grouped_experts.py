@@ -59,11 +59,9 @@ def experts(one_rank, tmp_path):
         config.gradient_accumulation_fusion = False
         mp_rank = one_rank.coordinates.model_parallel_rank
         layer = decoder_block_spec(shape, mp_rank, 0).layer_specs[0]
-        spec = layer.submodules.mlp.submodules.experts
-        assert spec.module is GroupedExperts
-        made = GroupedExperts(
-            shape.moe.num_experts, config, spec.submodules, pg_collection=one_rank.pg_collection
-        )
+        spec = layer.submodules.mlp.keywords["submodules"].experts
+        assert spec.func is GroupedExperts
+        made = spec(shape.moe.num_experts, config, pg_collection=one_rank.pg_collection)
         for parameter in made.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         return made

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from mega_agentrl.actor.model.layer_spec import GatheredKVAttention, RMSNorm, decoder_block_spec
+from mega_agentrl.actor.model.layer_spec import RMSNorm, decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedAttention
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -35,7 +35,7 @@ def test_virtual_chunks_have_their_own_dense_and_moe_layers(shape):
     moe = shape("qwen3_moe", num_hidden_layers=8, mlp_only_layers=[1, 4])
     sparse = {
         (rank, chunk): [
-            layer.submodules.mlp.module is MoELayer
+            layer.submodules.mlp.func is MoELayer
             for layer in decoder_block_spec(
                 moe, ModelParallelRank(pipeline_rank=rank, pipeline_size=2, virtual_size=2), chunk
             ).layer_specs
@@ -57,10 +57,9 @@ def test_local_layers_use_the_norm_and_attention_of_this_package(shape):
     assert spec.layer_norm is RMSNorm
     for layer in spec.layer_specs:
         assert layer.submodules.input_layernorm is layer.submodules.pre_mlp_layernorm is RMSNorm
-        attention = layer.submodules.self_attention
-        assert attention.module is GatheredKVAttention
-        assert attention.submodules.core_attention is PackedAttention
-        assert attention.submodules.q_layernorm is RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        assert attention.core_attention is PackedAttention
+        assert attention.q_layernorm is RMSNorm
 
 
 def norm(weight, eps=1e-6):

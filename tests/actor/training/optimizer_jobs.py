@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from mega_agentrl.actor import device
+from mega_agentrl.actor import megatron_compat
 from mega_agentrl.actor.parallel import process_groups
 from mega_agentrl.actor.training.optimizer import MOMENTS, AdamOptimizer
 from mega_agentrl.config.sections.policy import ParallelConfig
@@ -95,7 +95,7 @@ def step_cases(rank_info, ports):
 
     Each case takes step 0, one with a NaN on rank 1, then steps 1 and 2.
     """
-    device.init_device(rank_info["rank"])
+    megatron_compat.init_device(rank_info["rank"])
     results = {}
     for port, (name, (layout, *settings)) in zip(ports, CASES.items(), strict=True):
         groups = process_groups.init_process_groups(
@@ -108,7 +108,7 @@ def step_cases(rank_info, ports):
 
 def resume(rank_info):
     """Train, save, resume; return the parameters of each run after one more step."""
-    device.init_device(rank_info["rank"])
+    megatron_compat.init_device(rank_info["rank"])
     groups = process_groups.init_process_groups(ParallelConfig(data=2), **rank_info)
     chunk, optimizer, step = build(groups, torch.float32, distributed=True)
     step(0)

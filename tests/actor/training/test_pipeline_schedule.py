@@ -6,9 +6,10 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from mega_agentrl.actor.megatron_compat import TrackedP2PCommunicator
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
-from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule, TrackedP2PCommunicator
+from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
 from mega_agentrl.types.activity import WAIT_OVERDUE_S, current_activities
 from tests.rank_shards import pack_rows
 
