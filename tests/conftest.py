@@ -174,7 +174,8 @@ def ray_local():
     """A small Ray for all tests that need one."""
     import ray
 
-    from mega_agentrl.runtime.cluster import patient_ray_start, set_ray_environment
+    from mega_agentrl.runtime.cluster import set_ray_environment
+    from mega_agentrl.runtime.ray_compat import patient_ray_start
 
     set_ray_environment()
     with patient_ray_start():

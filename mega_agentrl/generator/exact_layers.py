@@ -12,14 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.sample.sampler import Sampler
 
+from mega_agentrl.generator.vllm_compat import replace_operations
 from mega_agentrl.numerics import layers
 from mega_agentrl.numerics.exact_sums import FixedPointRows, exact_matmul
 from mega_agentrl.numerics.rotary_frequencies import compute_inv_freq
@@ -39,12 +33,6 @@ def use_exact_layers(model_folder: str) -> None:
     Args:
         model_folder: Folder of the model, for its rotary embedding.
     """
-    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
-        method.process_weights_after_loading = _drop_packed_weight
-        method.apply = _apply_linear
-    RowParallelLinear.forward = _forward_row_parallel
-    RMSNorm.forward = _forward_norm
-    SiluAndMul.forward = _forward_activation
     shape = ModelShape.from_folder(model_folder)
     inv_freq = compute_inv_freq(shape.head_dim, shape.rope)
 
@@ -60,10 +48,17 @@ def use_exact_layers(model_folder: str) -> None:
         )
         return query_heads.flatten(1), key_heads.flatten(1)
 
-    RotaryEmbeddingBase.forward = rotate
-    CPUAttentionBackendImpl.do_kv_cache_update = _store_keys_and_values
-    CPUAttentionBackendImpl.forward = _forward_attention
-    Sampler.compute_logprobs = staticmethod(_compute_log_probs)
+    replace_operations(
+        linear=_apply_linear,
+        process_weights=_drop_packed_weight,
+        row_parallel=_forward_row_parallel,
+        norm=_forward_norm,
+        activation=_forward_activation,
+        rotation=rotate,
+        store_keys_and_values=_store_keys_and_values,
+        attention=_forward_attention,
+        log_probs=_compute_log_probs,
+    )
 
 
 def _drop_packed_weight(_: Any, layer: torch.nn.Module) -> None:

@@ -24,9 +24,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mega_agentrl.generator.processors_without_torchvision import replace_torchvision_processors
-    from mega_agentrl.generator.route_capture import accept_v1_runner
+    from mega_agentrl.generator.vllm_compat import accept_v1_runner, is_engine_registered
 
-    if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
+    if is_engine_registered(WEIGHT_TRANSFER_BACKEND):
         return
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND,

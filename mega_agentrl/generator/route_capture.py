@@ -14,9 +14,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
-from vllm.platforms import current_platform
+
+from mega_agentrl.generator.vllm_compat import step_output
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,21 +58,8 @@ class RouteCapture:
         output = self._sample_tokens(grammar_output)
         if pending is not None:
             pending.enqueue_cpu_copy(is_sampled.astype(np.int64), np.zeros(num_requests, np.int64))
-            # With asynchronous scheduling the output of the step is inside of another.
-            step_output = getattr(output, "_model_runner_output", output)
-            step_output.aux_output_connector_output = pending.process_output()
+            step_output(output).aux_output_connector_output = pending.process_output()
         return output
-
-
-def accept_v1_runner() -> None:
-    """Let vLLM start on a CPU with experts returned, in this process.
-
-    What vLLM would refuse there is the V1 runner, and runs without a cache of prefixes, in which
-    `RouteCapture` returns the experts of each step. The rest of its checks is about layouts of
-    engines that this package does not start.
-    """
-    if current_platform.is_cpu():
-        VllmConfig._verify_aux_output_compatibility = lambda _: None
 
 
 def install_route_capture(runner: Any) -> None:

@@ -6,24 +6,25 @@ any slow import.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import secrets
-import signal
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.errors import InputError
+from mega_agentrl.runtime.ray_compat import (
+    START_S,
+    keep_sigterm_handler,
+    listen_on_loopback_only,
+    patient_ray_start,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import TracebackType
-    from typing import Any, Self
+    from typing import Self
 
     from mega_agentrl.config.schema import TrainConfig
 
@@ -37,14 +38,8 @@ _CLOSE_S, _JOINED_CLOSE_S = 60.0, 5.0
 """Maximum time in seconds that the end of a run waits for its own cluster, which may still be
 starting, or for a joined cluster, whose head may not answer."""
 
-_START_S = 240.0
-"""Maximum time in seconds that Ray's servers on this machine may take to come up."""
-
 _CPU_STORE_BYTES = 512 * 1024**2
 """Size of Ray's object store on a machine without GPUs, whose batches are small."""
-
-_SIGACTION_BYTES = 512
-"""More than the size of C's `struct sigaction` on any machine."""
 
 _logger = logging.getLogger(__name__)
 
@@ -152,36 +147,9 @@ def set_ray_environment() -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ray's own limits of 30 and 60 s are too short where other programs use all cores.
-    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * _START_S:.0f}")
-    os.environ.setdefault("RAY_worker_register_timeout_seconds", f"{_START_S:.0f}")
+    os.environ.setdefault("RAY_agent_register_timeout_ms", f"{1000 * START_S:.0f}")
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", f"{START_S:.0f}")
     os.environ["RAY_DEDUP_LOGS"] = "0"
-
-
-@contextmanager
-def patient_ray_start() -> Iterator[None]:
-    """Let `ray.init` wait `_START_S` for the servers that it starts, instead of 30 s.
-
-    Ray's limit is a constant in the function that calls `services.get_node` until it succeeds.
-    """
-    from ray._private import services  # private; checked with Ray 2.60
-
-    get_node = services.get_node
-
-    def get_node_once_it_is_up(*args: Any, **settings: Any) -> Any:
-        ends_at = time.monotonic() + _START_S
-        while True:
-            try:
-                return get_node(*args, **settings)
-            except RuntimeError:
-                if time.monotonic() > ends_at:
-                    raise
-            time.sleep(0.1)
-
-    services.get_node = get_node_once_it_is_up
-    try:
-        yield
-    finally:
-        services.get_node = get_node
 
 
 class ClusterConnection:
@@ -270,18 +238,16 @@ def _connect(config: TrainConfig) -> bool:
     """
     import ray
     import torch
-    from ray._private import ray_constants
 
     set_ray_environment()
     num_cores = os.cpu_count() or 1
-    with _keep_sigterm_handler(), patient_ray_start():
+    with keep_sigterm_handler(), patient_ray_start():
         if config.cluster.ray_address:
             ray.init(
                 address=config.cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR
             )
         else:
-            # Otherwise Ray replaces loopback addresses by one that other machines can reach.
-            ray_constants.ENABLE_RAY_CLUSTER = False
+            listen_on_loopback_only()
             ranks = config.parallel.world_size + config.cluster.num_engines
             ranks += config.parallel.world_size * len(_auxiliary_models(config))
             num_gpus = num_local_gpus()
@@ -301,27 +267,6 @@ def _connect(config: TrainConfig) -> bool:
         check_torch_build(num_gpus, torch.version.cuda)
         check_cluster_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
-
-
-@contextmanager
-def _keep_sigterm_handler() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM while Ray starts.
-
-    Ray's handler in Python ends its servers and exits with code 1, after the shutdown has waited a
-    minute for the servers that it ended. Ray's handler in C, which it sets last, aborts.
-    """
-    import ray._private.utils as ray_utils  # private; checked with Ray 2.60
-
-    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(_SIGACTION_BYTES)
-    libc.sigaction(signal.SIGTERM, None, action)
-    set_handler = ray_utils.set_sigterm_handler
-    ray_utils.set_sigterm_handler = lambda handler: None
-    try:
-        yield
-    finally:
-        ray_utils.set_sigterm_handler = set_handler
-        # Python's own function could do this in the main thread only.
-        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def _auxiliary_models(config: TrainConfig) -> list[str]:

@@ -20,7 +20,7 @@ from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.config.sections.reward import RewardConfig, RewardModelConfig
 from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.errors import InputError
-from mega_agentrl.runtime import cluster
+from mega_agentrl.runtime import cluster, ray_compat
 from mega_agentrl.runtime.cluster import (
     ClusterConnection,
     check_cluster_size,
@@ -232,8 +232,8 @@ def test_ray_gets_more_time_to_start_than_its_own_limit(monkeypatch):
         return answer
 
     monkeypatch.setattr("ray._private.services.get_node", get_node)
-    monkeypatch.setattr(cluster.time, "sleep", lambda _: None)
-    with cluster.patient_ray_start():
+    monkeypatch.setattr(ray_compat.time, "sleep", lambda _: None)
+    with ray_compat.patient_ray_start():
         assert ray._private.services.get_node("here", "node") == {"node_name": "here"}
     assert ray._private.services.get_node is get_node
 
@@ -247,7 +247,7 @@ def test_ray_does_not_replace_the_handler_of_sigterm():
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append("own"))
     try:
-        with cluster._keep_sigterm_handler():
+        with ray_compat.keep_sigterm_handler():
             ray_utils.set_sigterm_handler(replace)
             # As Ray's library does, without asking Python.
             ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(signal.SIG_IGN))

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from mega_agentrl.errors import InputError
+from mega_agentrl.generator.vllm_compat import replaced_groups
 from mega_agentrl.generator.weights.load_recorder import LoadRecorder, ParamLoad
 from mega_agentrl.reshard.layout import ShardLayout, check_cover, check_disjoint
 from mega_agentrl.reshard.mapping.model_mapping import hf_shapes as shapes_of
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from mega_agentrl.reshard.layout import Rect
-
-
-_TENSOR_GROUPS = ("_TP", "_EP")
-_SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
 
 class StubGroupCoordinator:
@@ -77,19 +73,13 @@ def make_vllm_config(model_path: str, *, tensor_size: int, dtype: str) -> VllmCo
 @contextmanager
 def as_tensor_rank(config: VllmConfig, tensor_rank: int) -> Iterator[None]:
     """Act as one tensor rank of an engine: set groups, current config and default dtype."""
-    names = (*_TENSOR_GROUPS, *_SINGLE_GROUPS)
-    real_groups = {name: getattr(parallel_state, name) for name in names}
-    tensor_size = config.parallel_config.tensor_parallel_size
-    for name in _TENSOR_GROUPS:
-        setattr(parallel_state, name, StubGroupCoordinator(tensor_rank, tensor_size))
-    for name in _SINGLE_GROUPS:
-        setattr(parallel_state, name, StubGroupCoordinator(0, 1))
-    try:
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype):
-            yield
-    finally:
-        for name, group in real_groups.items():
-            setattr(parallel_state, name, group)
+    group = StubGroupCoordinator(tensor_rank, config.parallel_config.tensor_parallel_size)
+    with (
+        replaced_groups(group, StubGroupCoordinator(0, 1)),
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+    ):
+        yield
 
 
 def build_meta_model(config: VllmConfig, device: str = "meta") -> torch.nn.Module:

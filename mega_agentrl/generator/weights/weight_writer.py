@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from vllm.model_executor.model_loader.reload.layerwise import (
-    _layerwise_process,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from mega_agentrl.errors import InputError
+from mega_agentrl.generator.vllm_compat import pack_loaded_module
 from mega_agentrl.reshard.layout import round_up
 
 if TYPE_CHECKING:
@@ -266,10 +266,8 @@ class ModuleWeightWriter:
             ),
             were_copied=were_copied,
         )
-        info = get_layerwise_info(pending.module)
-        info.load_numel = info.load_numel_total or 0
         force_expert_repack(pending.module)
-        _layerwise_process(pending.module, info)
+        pack_loaded_module(pending.module)
 
 
 def drop_packed_linear(module: torch.nn.Module) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from mega_agentrl.config.sections.tools import PythonToolConfig
-from mega_agentrl.runtime.cluster import patient_ray_start
+from mega_agentrl.runtime.ray_compat import patient_ray_start
 from mega_agentrl.runtime.sandboxes import host_supervisor as module
 from mega_agentrl.runtime.sandboxes.host_supervisor import (
     HostStartError,
