@@ -104,7 +104,10 @@ def first_element(distributed: DistributedOptimizer, parameter: torch.Tensor) ->
 
 
 def is_rotation_compiled() -> bool:
-    """Return whether queries and keys are rotated by a compiled kernel."""
+    """Return whether queries and keys are rotated by a compiled kernel.
+
+    Until `_compile_rotation` is gone.
+    """
     return device.is_compiled(rope_utils._apply_rotary_pos_emb_bshd)
 
 
