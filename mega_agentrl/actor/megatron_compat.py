@@ -24,7 +24,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.distributed import distributed_data_parallel, param_and_grad_buffer
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import clip_grads, optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -59,16 +58,6 @@ _MODULES_WITH_CUDA = (
     utils,
 )
 _TENSOR_FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
-
-
-class LoadedGPTModel(GPTModel):
-    """`GPTModel` whose weights are loaded, so that tied weights are not summed to be equal.
-
-    Until Megatron asks `perform_initialization` before it initialises tied weights.
-    """
-
-    def _is_in_embd_group(self) -> bool:
-        return False
 
 
 class TrackedP2PCommunicator(p2p_communication.P2PCommunicator):

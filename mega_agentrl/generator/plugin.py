@@ -13,21 +13,21 @@ import os
 import select
 import signal
 import threading
+from functools import cache
 
 from mega_agentrl.generator.environment import EXACT_MODEL_VARIABLE, HOST_PID_VARIABLE
 
 WEIGHT_TRANSFER_BACKEND = "mega_reshard"
 
 
+@cache  # vLLM calls it more than once per process
 def register() -> None:
-    """Register the plugin; may be called more than once per process."""
+    """Register the plugin."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from mega_agentrl.generator.processors_without_torchvision import replace_torchvision_processors
-    from mega_agentrl.generator.vllm_compat import accept_v1_runner, is_engine_registered
+    from mega_agentrl.generator.vllm_compat import accept_v1_runner
 
-    if is_engine_registered(WEIGHT_TRANSFER_BACKEND):
-        return
     WeightTransferEngineFactory.register_engine(
         WEIGHT_TRANSFER_BACKEND,
         "mega_agentrl.generator.weights.transfer_engine",

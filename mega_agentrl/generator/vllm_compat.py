@@ -19,16 +19,6 @@ _TENSOR_GROUPS = ("_TP", "_EP")
 _SINGLE_GROUPS = ("_PP", "_DP", "_PCP", "_DCP")
 
 
-def is_engine_registered(name: str) -> bool:
-    """Return whether there is a weight-transfer engine of this name; another cannot be registered.
-
-    Until the factory says so itself.
-    """
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-
-    return name in WeightTransferEngineFactory._registry
-
-
 def pack_loaded_module(module: torch.nn.Module) -> None:
     """Pack a module whose weights were written, as vLLM does after its own loader's last tensor.
 

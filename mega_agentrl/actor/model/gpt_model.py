@@ -17,16 +17,17 @@ family with images also needs its tower: a member of `VisionTower` with its sett
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
 from mega_agentrl.actor import device
-from mega_agentrl.actor.megatron_compat import LoadedGPTModel
 from mega_agentrl.actor.model.exact_layers import exact_silu, use_exact_rotation
 from mega_agentrl.actor.model.layer_spec import decoder_block_spec
 from mega_agentrl.actor.model.packed_attention import PackedTreeParams, resolve_tree_attention
@@ -73,7 +74,7 @@ class ScalarOutputLayer(torch.nn.Module):
         )
 
 
-class GPTModelChunk(LoadedGPTModel):
+class GPTModelChunk(GPTModel):
     """One chunk: layers, with the embedding in the first and norm and head in the last one.
 
     The first chunk of a vision-language model also has the vision tower.
@@ -339,6 +340,10 @@ def _build_model_chunk(
     exact: bool,
 ) -> GPTModelChunk:
     mp_rank = groups.coordinates.model_parallel_rank
+    model_groups = copy.copy(groups.pg_collection)
+    # With the group Megatron would sum tied weights of two stages, to initialise them equally; here
+    # both are loaded from the checkpoint.
+    model_groups.embd = None
     model = GPTModelChunk(
         config=config,
         transformer_layer_spec=decoder_block_spec(shape, mp_rank, chunk, exact=exact),
@@ -350,7 +355,7 @@ def _build_model_chunk(
         share_embeddings_and_output_weights=shape.tie_word_embeddings
         and shape.head is HeadKind.vocab,
         position_embedding_type="rope",
-        pg_collection=groups.pg_collection,
+        pg_collection=model_groups,
         vp_stage=chunk,
     )
     rotary = PackedMultimodalRotaryEmbedding if shape.vision else PackedRotaryEmbedding
