@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by slurm/*.sh on every node, before anything else. Edit it for your site.
 #
 # MEGA_AGENTRL_ROOT is the repository's folder, which every node must see under the same path.
@@ -14,5 +15,14 @@
 # A fast local disk for Ray's sockets and logs (a short path: socket paths may have 107 bytes):
 # export MEGA_AGENTRL_LOCAL_DIR=/local
 
-# Created by `make env`; another environment works as well.
-source "$MEGA_AGENTRL_ROOT/.venv/bin/activate"
+# Container in which the nodes' programs run, and the folders that they need (docs/containers.md):
+# export MEGA_AGENTRL_CONTAINER=/images/mega_agentrl.sqsh
+# export MEGA_AGENTRL_CONTAINER_MOUNTS=/models:/models,/data:/data
+
+if [ -n "${MEGA_AGENTRL_CONTAINER:-}" ]; then
+    # The image has the environment, this folder the code.
+    export PYTHONPATH=$MEGA_AGENTRL_ROOT PYTHONNOUSERSITE=1
+else
+    # Created by `make env`; another environment works as well.
+    source "$MEGA_AGENTRL_ROOT/.venv/bin/activate"
+fi

@@ -33,19 +33,21 @@ if [ "${1:-}" = node ]; then
 fi
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${SLURMD_NODENAME:-${nodes[0]}}
+source slurm/steps.sh
 export MEGA_AGENTRL_PREFLIGHT_KEY
 MEGA_AGENTRL_PREFLIGHT_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
-address=$(python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
+address=$(here python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap 'remove_containers; rm -rf "$work"' EXIT
 
-python -m slurm.node_preflight head "$address" "${nodes[@]}" &
+here python -m slurm.node_preflight head "$address" "${nodes[@]}" &
 head_pid=$!
 until (exec 3<>"/dev/tcp/${address%:*}/${address##*:}") 2>/dev/null; do
     kill -0 "$head_pid" 2>/dev/null || break
     sleep 0.2
 done
-srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --overlap --mem=0 --label \
+step --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --label -- \
     bash "$MEGA_AGENTRL_ROOT/slurm/preflight.sh" node "$address" >"$work/nodes.log" 2>&1 </dev/null &
 srun_pid=$!
 code=0

@@ -70,7 +70,7 @@ on_usr1() {
 on_term() {
     received_signal=TERM
     say "TERM: the driver is asked to end"
-    [ -z "$driver_pid" ] || kill -TERM "$driver_pid" 2>/dev/null || true
+    [ -z "$driver_pid" ] || kill "-$end_signal" "$driver_pid" 2>/dev/null || true
 }
 
 stop() { # SIGNAL TIMEOUT_S PID...: sends the signal, then KILL to those still alive
@@ -90,10 +90,11 @@ tear_down() {
     local code=$?
     trap - EXIT
     trap '' USR1 TERM INT HUP
-    [ -z "$driver_pid" ] || stop TERM "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "$driver_pid"
-    [ -z "$watcher_pid" ] || stop TERM 5 "$watcher_pid"
+    [ -z "$driver_pid" ] || stop "$end_signal" "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "$driver_pid"
+    [ -z "$watcher_pid" ] || stop "$end_signal" 5 "$watcher_pid"
     # srun forwards USR2; on TERM it would kill ray_node.sh before that can clean up.
     [ "${#ray_pid[@]}" -eq 0 ] || stop USR2 "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "${ray_pid[@]}"
+    remove_containers
     [ -z "$work_dir" ] || rm -rf "$work_dir"
     [ "$code" -ne "$REQUEUE" ] || requeue
     exit "$code"
@@ -109,7 +110,7 @@ requeue() {
 }
 
 start_ray() { # NODE INDEX: starts a Slurm step; its end means that the node is lost
-    srun --nodes=1 --ntasks=1 --nodelist="$1" --overlap --mem=0 --cpu-bind=none --job-name="ray-$1" \
+    step --nodes=1 --ntasks=1 --nodelist="$1" --job-name="ray-$1" -- \
         bash "$MEGA_AGENTRL_ROOT/slurm/ray_node.sh" "$1" "$2" "$address" \
         </dev/null >>"$log_dir/ray-$1.log" 2>&1 &
     ray_pid[$1]=$!
@@ -175,26 +176,28 @@ cd "$MEGA_AGENTRL_ROOT"
 set +eu # site scripts and modules rarely support these options
 source slurm/env.sh
 set -eu
-command -v python >/dev/null || fail "$BAD_INPUT" "no python after slurm/env.sh; make the environment with: make env"
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${SLURMD_NODENAME:-${nodes[0]}}
+export MEGA_AGENTRL_HEAD=$head
+source slurm/steps.sh
+[ -n "${MEGA_AGENTRL_CONTAINER:-}" ] || command -v python >/dev/null || fail "$BAD_INPUT" "no python after slurm/env.sh; make the environment with: make env"
 
 trap on_usr1 USR1
 trap on_term TERM INT HUP
 read -r -a driver <<<"${MEGA_AGENTRL_DRIVER:-python -m mega_agentrl}"
-run_dir=$("${driver[@]}" "$@" --cfg job --package run_dir) || exit "$BAD_INPUT"
+run_dir=$(here "${driver[@]}" "$@" --cfg job --package run_dir) || exit "$BAD_INPUT"
 run_dir=${run_dir##*$'\n'}
 log_dir=$(dirname "$run_dir")/slurm-$SLURM_JOB_ID
 mkdir -p -m 700 "$log_dir" # as the folder of the run
-work_dir=$(mktemp -d)
+mkdir -p "$local_dir"
+work_dir=$(mktemp -d -p "$local_dir")
 trap tear_down EXIT
 
-mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-head=${SLURMD_NODENAME:-${nodes[0]}}
-export MEGA_AGENTRL_HEAD=$head
 # The token keeps processes of other jobs out of this cluster.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
-address=$(python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
-say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: ${#nodes[@]} nodes (${nodes[*]}), head $head at $address, logs in $log_dir"
+address=$(here python -m slurm.ray_cluster place "$SLURM_JOB_ID" "${nodes[@]}")
+say "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: ${#nodes[@]} nodes (${nodes[*]}), head $head at $address, logs in $log_dir${MEGA_AGENTRL_CONTAINER:+, in $MEGA_AGENTRL_CONTAINER}"
 
 start_ray "$head" 0
 index=0
@@ -203,7 +206,7 @@ for node in "${nodes[@]}"; do
     index=$((index + 1))
     start_ray "$node" "$index"
 done
-python -m slurm.ray_cluster watch "$address" "$work_dir/joined" "${MEGA_AGENTRL_START_DEADLINE_S:-300}" "${nodes[@]}" &
+here python -m slurm.ray_cluster watch "$address" "$work_dir/joined" "${MEGA_AGENTRL_START_DEADLINE_S:-300}" "${nodes[@]}" &
 watcher_pid=$!
 wait_for_nodes
 case $received_signal in
@@ -211,10 +214,11 @@ case $received_signal in
     TERM) exit 143 ;;
 esac
 
-"${driver[@]}" "$@" "cluster.ray_address=$address" > >(tee -a "$log_dir/driver.log") 2>&1 &
+here "${driver[@]}" "$@" "cluster.ray_address=$address" > >(tee -a "$log_dir/driver.log") 2>&1 &
 driver_pid=$!
 # Forward a signal that arrived while the driver was being started.
-[ -z "$received_signal" ] || kill "-$received_signal" "$driver_pid" 2>/dev/null || true
+[ "$received_signal" != USR1 ] || on_usr1
+[ "$received_signal" != TERM ] || on_term
 while alive "$driver_pid"; do
     ! lost_node || exit "$LOST"
     pause

@@ -106,12 +106,14 @@ install() {
 }
 
 get_uv() {
-    local index
+    local index certificates
     : >.venv/install.log
     logged .venv/bin/python -m pip --disable-pip-version-check install -c "requirements/$DEVICE.txt" uv
     index=$(pip_setting index-url)
     export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${index:-https://pypi.org/simple}}
     export UV_INDEX="${UV_INDEX:-$(pip_setting extra-index-url)} ${TORCH_INDEX_URL:-}"
+    certificates=$(pip_setting cert)
+    [ -z "$certificates" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
     export UV_INDEX_STRATEGY=unsafe-best-match # all indexes count, as for pip
 }
 
@@ -171,6 +173,7 @@ if [ -z "${DEVICE:-}" ]; then
     DEVICE=cpu
     ! command -v nvidia-smi >/dev/null || DEVICE=gpu
 fi
+[ "$DEVICE" = gpu ] || KEEP_TORCH=
 [ -f "requirements/$DEVICE.txt" ] || fail "DEVICE=$DEVICE: expected cpu or gpu"
 
 install_system_packages

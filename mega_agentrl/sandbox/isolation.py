@@ -14,7 +14,7 @@ those of all sandboxes, and the launcher): pages of pipes, of which new pipes ge
 are used up, and epoll watches. Of the other counts a session gets nothing (inotify instances,
 descriptors in flight, keys, message queues, locked memory) or a small share (queued signals), and
 processes are limited per namespace. `check_isolation` reports containers in which sandboxes cannot
-run, because they forbid user namespaces or mounting proc.
+run, and what allows them there.
 """
 
 from __future__ import annotations
@@ -66,6 +66,21 @@ _BIND_MARKER = "reach:"
 _OWNED_MARKER = "owned:"
 """Prefix of such a path whose owner the sandbox's user is to stand for."""
 
+_FILTERED = (
+    "user namespaces are refused, most likely by the container's filter of system calls (Docker: "
+    "--security-opt seccomp=unconfined; Kubernetes: seccompProfile of type Unconfined)"
+)
+_NO_USER_NAMESPACES = (
+    "user namespaces are refused (sysctl user.max_user_namespaces, "
+    "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; or the "
+    "process is in a chroot, where the kernel allows none)"
+)
+_NO_PROC = (
+    "mounting /proc is refused, because a part of it is hidden here (Docker: "
+    "--security-opt systempaths=unconfined; Kubernetes: procMount Unmasked)"
+)
+_NO_NETWORK = "network namespaces are refused (sysctl user.max_net_namespaces)"
+
 _GUEST_ID = "1000"
 _CHECK_TIMEOUT_S = 60.0
 
@@ -114,10 +129,26 @@ def check_isolation(user: int | None = None) -> None:
             "program bwrap of the sandbox",
             f"exit code {code}: {error or 'no message'}",
             "user, mount, PID and network namespaces",
-            "a container or kernel that does not allow user namespaces (sysctl "
-            "user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns)",
+            _find_refusal(user),
         )
+
+
+def _find_refusal(user: int | None) -> str:
+    """Return which of the things that a sandbox needs is refused here, and what allows it."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    refusals = {
+        ("--unshare-user",): _FILTERED if "\nSeccomp:\t2" in status else _NO_USER_NAMESPACES,
+        ("--unshare-user", "--unshare-pid", "--proc", "/proc"): _NO_PROC,
+        ("--unshare-user", "--unshare-net"): _NO_NETWORK,
+    }
+    for options, cause in refusals.items():
+        command = [find_bubblewrap(), *options, "--ro-bind", "/usr", "/usr"]
+        for name in ("lib", "lib64"):
+            command += ["--ro-bind-try", f"/{name}", f"/{name}"]
+        command = pre_exec_command([*command, "--", "/usr/bin/true"], user=user)
+        if run_command(command, timeout_s=_CHECK_TIMEOUT_S)[0] != 0:
+            return cause
+    return "a folder of the system or of the interpreter that this user cannot read"
 
 
 def isolated_command(settings: str, layers: Mapping[str, str] | None = None) -> list[str]:
@@ -264,7 +295,8 @@ def interpreter_path() -> str:
     """Return the path of this process's interpreter inside the sandbox."""
     if sys.prefix == sys.base_prefix:
         return sys.executable
-    return str(_VENV_PATH / Path(sys.executable).relative_to(sys.prefix))
+    # Not its path relative to `sys.prefix`, because only that one has no `..` left.
+    return str(_VENV_PATH / "bin" / Path(sys.executable).name)
 
 
 def interpreter_folders() -> list[Path]:

@@ -1,6 +1,7 @@
 """The bubblewrap command, and the errors where it cannot work."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,6 +33,26 @@ def test_refused_namespaces_show_the_reason(monkeypatch, tmp_path):
     with pytest.raises(InputError) as caught:
         check_isolation()
     assert caught.value.got == "exit code 1: No permissions to create new namespace"
+    assert "user namespaces are refused" in caught.value.cause
+
+
+CHECK = "from mega_agentrl.sandbox.isolation import check_isolation; check_isolation()"
+
+
+def container(*options):
+    """Run the check in a container made by bubblewrap; return the last line of its errors."""
+    command = ["bwrap", "--dev-bind", "/", "/", "--unshare-user", *options, sys.executable]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin"}
+    run = {"env": environment, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    return subprocess.run([*command, "-c", CHECK], **run).stderr.strip().rpartition("\n")[2]
+
+
+def test_containers_are_told_what_they_refuse():
+    """A container that allows all, one that hides a part of /proc, and one without namespaces."""
+    assert container() == ""
+    # bubblewrap covers parts of a new /proc.
+    assert "systempaths=unconfined" in container("--unshare-pid", "--proc", "/proc")
+    assert "user namespaces are refused" in container("--disable-userns")
 
 
 def test_only_the_interpreter_is_bound_and_read_only():
@@ -68,7 +89,7 @@ def test_folders_hold_the_interpreter_and_do_not_overlap():
 
 def test_an_environment_below_tmp_is_seen_elsewhere(monkeypatch):
     monkeypatch.setattr(sys, "prefix", "/tmp/clone/.venv")
-    monkeypatch.setattr(sys, "executable", "/tmp/clone/.venv/bin/python")
+    monkeypatch.setattr(sys, "executable", "/tmp/clone/runs/../.venv/bin/python")
     monkeypatch.setattr(sys, "base_prefix", "/opt/python")
     monkeypatch.setattr(Path, "resolve", lambda path: Path("/opt/python/bin/python3.11"))
     assert interpreter_path() == "/sandbox/environment/bin/python"

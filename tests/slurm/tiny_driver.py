@@ -1,7 +1,7 @@
 """Driver that slurm/train.sh starts in most of its tests: joins Ray and follows instructions.
 
 `python tiny_driver.py run_dir=FOLDER do=WHAT cluster.ray_address=HOST:PORT`. Each start writes
-`start-<n>.json` with the names of the Ray nodes, in FOLDER. WHAT:
+`start-<n>.json` with the names of the Ray nodes and what it sees of an image, in FOLDER. WHAT:
 `end-<code>`: exit with that code. `hold`: wait for USR1, write the start's number into `saved` and
 exit with 75; at TERM exit with 9. Several separated by commas: one per start.
 """
@@ -37,6 +37,7 @@ def main() -> int:
         "nodes": nodes,
         "job": os.environ["SLURM_JOB_ID"],
         "cpus": ray.cluster_resources()["CPU"],
+        "image": Path("/etc/image").is_file(),
     }
     (folder / "start.part").write_text(json.dumps(report))
     (folder / "start.part").rename(folder / f"start-{start}.json")
