@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import numpy as np
@@ -172,10 +173,24 @@ CHECKS = (check_random_tables, check_transfer_of_experts)
 GPU_CHECKS = (*CHECKS, check_digests_without_copies)
 
 
+def let_sums_wrap(patches: ExitStack) -> None:
+    """Let sums in Triton's interpreter wrap as on a GPU; before 3.9 they are an error."""
+    from triton.runtime.interpreter import ReduceScanOpInterface, _get_np_dtype
+
+    to_tensor = ReduceScanOpInterface.to_tensor
+
+    def wrap(self, total, dtype):
+        return to_tensor(self, np.asarray(total).astype(_get_np_dtype(dtype))[()], dtype)
+
+    patches.enter_context(patch.object(ReduceScanOpInterface, "to_tensor", wrap))
+
+
 def main() -> None:
     from mega_agentrl.reshard.verify import triton_copy
 
-    with patch.object(CopyTable, "run", triton_copy.run_table):
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(CopyTable, "run", triton_copy.run_table))
+        let_sums_wrap(patches)
         for check in GPU_CHECKS:
             check("cpu")
             sys.stdout.write(f"{check.__name__} passed\n")
