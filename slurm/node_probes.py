@@ -5,6 +5,7 @@ broken environment or a blocked peer does not affect other checks:
 
     python -m slurm.node_probes compile DEVICE
     python -m slurm.node_probes gloo HOST PORT RANK SIZE ADDRESS
+    python -m slurm.node_probes sandbox
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ start = time.perf_counter()
 import torch
 for name in sys.argv[1:]:
     importlib.import_module(name)
+if torch.cuda.is_available():
+    import vllm._C_stable_libtorch  # vLLM itself only warns if its kernels do not fit this torch
 try:
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
 except (AttributeError, ImportError, RuntimeError):
@@ -121,19 +124,9 @@ def _read_probe(completed: Any, timeout_s: float) -> Finding:
 
 
 def check_sandbox() -> Finding:
-    """Check that bubblewrap can create the namespaces that isolate sandboxes."""
-    if shutil.which("bwrap") is None:
-        return Finding("no", FAIL, "bwrap is not installed (package bubblewrap)")
-    completed = run_program(
-        "bwrap", "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"
-    )
-    if completed is None or completed.returncode:
-        message = (
-            completed.stderr.strip() if completed else f"did not end within {PROGRAM_TIMEOUT_S} s"
-        )
-        reason = f"bwrap: {message}; probable cause: unprivileged user namespaces are off"
-        return Finding("no", FAIL, reason)
-    return Finding("yes")
+    """Check that sandboxes can run here: the namespaces, mounts and user ids that they need."""
+    probe = [sys.executable, "-m", "slurm.node_probes", "sandbox"]
+    return _read_probe(run_program(*probe), PROGRAM_TIMEOUT_S)
 
 
 def compile_kernel(device: str) -> None:
@@ -190,6 +183,11 @@ def main(arguments: Sequence[str]) -> int:
             print("yes")
         case ["gloo", host, port, rank, size, address]:
             print(meet_over_gloo(host, int(port), int(rank), int(size), address))
+        case ["sandbox"]:
+            from mega_agentrl.sandbox.pool import check_machine
+
+            check_machine()
+            print("yes")
         case _:
             print(__doc__, file=sys.stderr)
             return 2

@@ -28,8 +28,8 @@ fail() {
     exit 2
 }
 
-fits() { # fits PYTHON VERSION...: of one of these versions, and able to make environments
-    "$1" -c 'import sys, venv, ensurepip; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' \
+fits() { # fits PYTHON VERSION...: of one of these versions, with the parts that some builds leave out
+    "$1" -c 'import sys, venv, ensurepip, sqlite3, ssl; sys.exit("%d.%d" % sys.version_info[:2] not in sys.argv)' \
         "${@:2}" >/dev/null 2>&1
 }
 
@@ -38,7 +38,7 @@ find_python() { # prints the interpreter to use
     local pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
     local uv=${UV_PYTHON_INSTALL_DIR:-${XDG_DATA_HOME:-$HOME/.local/share}/uv/python}
     if [ -n "${PYTHON:-}" ]; then
-        fits "$PYTHON" "${VERSIONS[@]}" || fail "PYTHON=$PYTHON: expected ${VERSIONS[*]} with the venv module"
+        fits "$PYTHON" "${VERSIONS[@]}" || fail "PYTHON=$PYTHON: expected ${VERSIONS[*]} with the modules venv, sqlite3 and ssl"
         command -v "$PYTHON"
         return
     fi
@@ -50,7 +50,7 @@ find_python() { # prints the interpreter to use
             ! fits "$candidate" "$version" || { command -v "$candidate" && return; }
         done
     done
-    fail "no Python ${VERSIONS[*]} with the venv module on the path, in pyenv, uv, /usr/local or /opt: install one (apt-get install python3-venv on Debian 13 or Ubuntu 24.04, else pyenv install 3.12 or uv python install 3.12), or name it: make env PYTHON=/path/to/python3.12"
+    fail "no Python ${VERSIONS[*]} with the modules venv, sqlite3 and ssl on the path, in pyenv, uv, /usr/local or /opt: install one (apt-get install python3-venv on Debian 13 or Ubuntu 24.04, else pyenv install 3.12 or uv python install 3.12), or name it: make env PYTHON=/path/to/python3.12"
 }
 
 # Debian names. bubblewrap and libseccomp isolate the Python tool, vLLM's CPU build loads libnuma.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import stat
 import struct
 import sys
 from pathlib import Path
@@ -89,7 +90,7 @@ def _bind_folders(folders: list[str], owned: list[bool], uid: int) -> list[str]:
     bind_folders = []
     for number, source in enumerate(sources):
         target = f"{bind_folder}/{number}"
-        if Path(folders[number]).is_dir():
+        if stat.S_ISDIR(os.fstat(source).st_mode):  # its own path may be covered by now
             Path(target).mkdir()
         else:
             Path(target).touch()
