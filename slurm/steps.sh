@@ -9,7 +9,6 @@
 # The functions replace the shell, so that its process id is the program's: call them with & or in $().
 # `head` is the node of `here`.
 
-end_signal=TERM # asks a program that `here` has started to end
 in_container=() # arguments of srun between its options and the command
 local_dir=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}
 
@@ -39,7 +38,6 @@ use_container() {
     local mounts=$MEGA_AGENTRL_ROOT:$MEGA_AGENTRL_ROOT,$local_dir:$local_dir
     mounts+=${MEGA_AGENTRL_CONTAINER_MOUNTS:+,$MEGA_AGENTRL_CONTAINER_MOUNTS}
     export MEGA_AGENTRL_CONTAINER
-    end_signal=USR2 # srun forwards it; on TERM it would kill the step before the program has ended
     [[ $image != /* ]] || [ -e "$image" ] || missing="no such file"
     if [[ $image == *.sif ]]; then
         apptainer=$(command -v apptainer || command -v singularity) || missing="Apptainer is not installed"

@@ -59,18 +59,27 @@ pause() { # sleeps a second; unlike `sleep 1`, lets the trap of a signal run at 
 declare -A ray_pid=()
 driver_pid='' watcher_pid='' work_dir='' received_signal=''
 
+signal_driver() { # SIGNAL: to the driver only; srun would send it to every process of the step
+    local pid=$driver_pid
+    if [ -n "${MEGA_AGENTRL_CONTAINER:-}" ]; then
+        until [ -s "$work_dir/driver" ] || ! alive "$driver_pid"; do sleep 0.2; done
+        pid=$(cat "$work_dir/driver" 2>/dev/null) || return 0
+    fi
+    kill "-$1" "$pid" 2>/dev/null || true
+}
+
 on_usr1() {
     received_signal=USR1
     if [ -n "$driver_pid" ]; then
         say "USR1: the driver saves and ends"
-        kill -USR1 "$driver_pid" 2>/dev/null || true
+        signal_driver USR1
     fi
 }
 
 on_term() {
     received_signal=TERM
     say "TERM: the driver is asked to end"
-    [ -z "$driver_pid" ] || kill "-$end_signal" "$driver_pid" 2>/dev/null || true
+    [ -z "$driver_pid" ] || signal_driver TERM
 }
 
 stop() { # SIGNAL TIMEOUT_S PID...: sends the signal, then KILL to those still alive
@@ -90,8 +99,11 @@ tear_down() {
     local code=$?
     trap - EXIT
     trap '' USR1 TERM INT HUP
-    [ -z "$driver_pid" ] || stop "$end_signal" "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "$driver_pid"
-    [ -z "$watcher_pid" ] || stop "$end_signal" 5 "$watcher_pid"
+    if [ -n "$driver_pid" ]; then
+        signal_driver TERM
+        stop 0 "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "$driver_pid"
+    fi
+    [ -z "$watcher_pid" ] || stop TERM 5 "$watcher_pid"
     # srun forwards USR2; on TERM it would kill ray_node.sh before that can clean up.
     [ "${#ray_pid[@]}" -eq 0 ] || stop USR2 "${MEGA_AGENTRL_STOP_DEADLINE_S:-30}" "${ray_pid[@]}"
     remove_containers
@@ -214,7 +226,7 @@ case $received_signal in
     TERM) exit 143 ;;
 esac
 
-here "${driver[@]}" "$@" "cluster.ray_address=$address" > >(tee -a "$log_dir/driver.log") 2>&1 &
+MEGA_AGENTRL_PID_FILE=$work_dir/driver here "${driver[@]}" "$@" "cluster.ray_address=$address" > >(tee -a "$log_dir/driver.log") 2>&1 &
 driver_pid=$!
 # Forward a signal that arrived while the driver was being started.
 [ "$received_signal" != USR1 ] || on_usr1
