@@ -28,7 +28,7 @@ async def call_in_thread[**P, ResultT](
     return await asyncio.get_running_loop().run_in_executor(_executor(), call)
 
 
-async def call_on_arguments(
+async def call_on_arguments[**P, ResultT](
     arguments: object, function: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs
 ) -> ResultT:
     """Call a function whose work grows with the arguments of a tool call.
