@@ -54,7 +54,6 @@ MAX_LONG_DIGITS_PER_TOKEN = 4
 """Digits in numbers of `_LONG_DIGITS` and more, for each token; a token has up to three digits.
 Decoding takes time that grows with the square of such a number."""
 
-_SEPARATORS = b",[{"
 _LONG_DIGITS = 100
 _DIGITS_AS_ONES = bytes(49 if 48 <= byte <= 57 else 32 for byte in range(256))
 
@@ -68,27 +67,37 @@ def check_decoding_work(body: bytes | bytearray, max_model_len: int) -> None:
         GatewayError: there is more than any conversation has that fits into the context.
     """
     num_tokens = max(max_model_len, MIN_TOKENS)
-    counts = {
-        "commas and brackets": (
-            sum(body.count(separator) for separator in _SEPARATORS),
-            MAX_VALUES_PER_TOKEN * num_tokens,
-        ),
-        "colons": (body.count(b":"), max(MAX_COLONS_PER_TOKEN * num_tokens, MIN_COUNT)),
-    }
-    if len(body) > MIN_COUNT:
-        ones = body.translate(_DIGITS_AS_ONES).count(b"1" * _LONG_DIGITS)
-        counts["backslashes"] = body.count(b"\\"), MAX_ESCAPES_PER_TOKEN * num_tokens
-        counts["digits of long numbers"] = (
-            _LONG_DIGITS * ones,
+    for what, (count, limit) in {
+        "colons": (_count_colons, max(MAX_COLONS_PER_TOKEN * num_tokens, MIN_COUNT)),
+        "digits of long numbers": (
+            _count_long_digits,
             max(MAX_LONG_DIGITS_PER_TOKEN * num_tokens, MIN_COUNT),
-        )
-    for what, (got, limit) in counts.items():
-        if got > limit:
+        ),
+        "commas and brackets": (_count_separators, MAX_VALUES_PER_TOKEN * num_tokens),
+        "backslashes": (_count_backslashes, MAX_ESCAPES_PER_TOKEN * num_tokens),
+    }.items():
+        if len(body) > limit and (got := count(body)) > limit:
             raise GatewayError(
                 ErrorKind.context_length,
                 f"body: got {got} {what}, expected at most {limit}, more than fit into the context "
                 f"length of the model, {max_model_len} tokens",
             )
+
+
+def _count_separators(body: bytes | bytearray) -> int:
+    return sum(body.count(separator) for separator in b",[{")
+
+
+def _count_colons(body: bytes | bytearray) -> int:
+    return body.count(b":")
+
+
+def _count_backslashes(body: bytes | bytearray) -> int:
+    return body.count(b"\\")
+
+
+def _count_long_digits(body: bytes | bytearray) -> int:
+    return _LONG_DIGITS * body.translate(_DIGITS_AS_ONES).count(b"1" * _LONG_DIGITS)
 
 
 def decoding_work(num_bytes: int, num_objects: int) -> int:
