@@ -110,7 +110,7 @@ get_uv() {
     : >.venv/install.log
     logged .venv/bin/python -m pip --disable-pip-version-check install -c "requirements/$DEVICE.txt" uv
     index=$(pip_setting index-url)
-    export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${index:-https://pypi.org/simple}}
+    [ -z "$index" ] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$index}
     export UV_INDEX="${UV_INDEX:-$(pip_setting extra-index-url)} ${TORCH_INDEX_URL:-}"
     certificates=$(pip_setting cert)
     [ -z "$certificates" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}

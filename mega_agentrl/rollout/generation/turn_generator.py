@@ -214,16 +214,18 @@ async def generate_or_abort(
         clock: Counts its time.
         on_cut: Called with what it has sampled if it is cancelled because the time is over.
     """
-    work = asyncio.ensure_future(generator.generate(request))
-    start_s = asyncio.get_running_loop().time()
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
     clock.begin_sampling()
     num_tokens = 0
+    work = asyncio.Task(generator.generate(request), loop=loop, eager_start=True)
     try:
-        await asyncio.wait({work})
+        if not work.done():
+            await asyncio.wait({work})
         generation = work.result()
         num_tokens = len(generation.token_ids)
         if generation.finish_reason is not FinishReason.aborted:
-            clock.speed.add(asyncio.get_running_loop().time() - start_s, num_tokens)
+            clock.speed.add(loop.time() - start_s, num_tokens)
     except asyncio.CancelledError:
         cut = await _abort(generator, request.request_id, work, keeps_result=clock.is_over)
         num_tokens = len(cut.token_ids) if cut is not None else 0
