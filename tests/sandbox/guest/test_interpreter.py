@@ -250,6 +250,18 @@ def test_a_thread_can_start_another_after_the_code_has_ended():
     assert ended(OURS, code) == (0, "last\n", "")
 
 
+@pytest.mark.parametrize("kind", ["stateless", "stateful"])
+def test_a_traceback_shows_no_lines_of_other_programs(request, kind):
+    """Python 3.13 keeps the text of `python -c`, under the name that the policy's code has."""
+    one = request.getfixturevalue(kind)
+    channel = one.open_session() if kind == "stateful" else one.main
+    answer = run(channel, "1 / 0")
+    assert answer["stderr"] == (
+        'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+        "ZeroDivisionError: division by zero\n"
+    )
+
+
 @pytest.mark.parametrize("redirect", ["", "sys.stdout = sys.stderr = open('/dev/full', 'w'); "])
 def test_a_full_disk_gives_the_exit_code_of_python(redirect):
     code = f"import sys; {redirect}print(1)"
