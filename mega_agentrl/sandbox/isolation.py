@@ -46,10 +46,6 @@ tmpfs.
 """
 
 _GUEST_PACKAGE = "mega_agentrl/sandbox/guest"
-_BOOTSTRAP = (
-    "import sys; sys.path.insert(0, {0!r}); from mega_agentrl.sandbox.guest.{1} import main; "
-    "del sys.path[0]; main(sys.argv[1])"
-)
 _THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _FIXED_VARIABLES = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "LANG": "C.UTF-8"}
 """The allocator's background thread is off: it would not survive a fork and might hold a lock."""
@@ -169,7 +165,7 @@ def isolated_command(settings: str, layers: Mapping[str, str] | None = None) -> 
         *mounts,
         *("--remount-ro", "/dev", "--remount-ro", "/"),
         "--",
-        *(interpreter_path(), "-I", "-B", "-c", _BOOTSTRAP.format(GUEST_PATH, "main"), settings),
+        *(interpreter_path(), "-I", "-B", _start_program(GUEST_PATH), "main", settings),
     ]
 
 
@@ -209,15 +205,19 @@ def unisolated_launcher_command(settings_fd: int) -> list[str]:
 
 
 def _launcher_command(python: str, root: str, settings_fd: int) -> list[str]:
-    program = _BOOTSTRAP.format(root, "command_launcher")
-    return [python, "-I", "-S", "-B", "-c", program, str(settings_fd)]
+    program = _start_program(root)
+    return [python, "-I", "-S", "-B", program, "command_launcher", str(settings_fd)]
+
+
+def _start_program(root: str) -> str:
+    return f"{root}/{_GUEST_PACKAGE}/start.py"
 
 
 def unisolated_command(settings: str) -> list[str]:
     """Return the command that starts the guest program without isolation, for trusted code only."""
     root = str(Path(__file__).parents[2])
     variables = [f"{name}={value}" for name, value in _environment_variables().items()]
-    program = [sys.executable, "-I", "-B", "-c", _BOOTSTRAP.format(root, "main"), settings]
+    program = [sys.executable, "-I", "-B", _start_program(root), "main", settings]
     return ["/usr/bin/env", *variables, *program]
 
 

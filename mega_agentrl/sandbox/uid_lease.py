@@ -2,13 +2,23 @@
 
 The kernel's process limit does not apply to the host's user 0, and two sandboxes of one user could
 signal each other if a PID namespace failed. systemd's registry of user ids leaves 60706 to 61183
-unused. A launcher locks one file per id; the kernel drops the lock when the launcher dies.
+unused.
+
+A launcher locks a file and an abstract name of a Unix socket per id; the kernel releases both when
+the launcher dies. Launchers never hold the same id at once if they share the folder of the files or
+the network namespace, which containers of pyxis and Apptainer share with their host. Launchers that
+share neither, as in two Docker containers with networks of their own, may hold the same id, which
+the random order of the ids makes seldom: the kernel's limits per user then apply to both sandboxes
+together. Every user of the host can bind the names, and so make all ids look as if in use.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import random
+import socket
 from pathlib import Path
 
 from mega_agentrl.errors import InputError
@@ -22,15 +32,14 @@ _UID_MAP = Path("/proc/self/uid_map")
 class UidLease:
     """A user id that no other sandbox has while this object is open."""
 
-    def __init__(self, uid: int, lock_fd: int) -> None:
+    def __init__(self, uid: int, lock_fds: list[int]) -> None:
         self.uid = uid
-        self._lock_fd = lock_fd
+        self._lock_fds = lock_fds
 
     def close(self) -> None:
         """Release the id, whose processes must have ended. Safe to call twice."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        while self._lock_fds:
+            os.close(self._lock_fds.pop())
 
 
 def needs_dedicated_uid() -> bool:
@@ -49,19 +58,14 @@ def lease_uid() -> UidLease | None:
     if not needs_dedicated_uid():
         return None
     folder = _lock_folder()
+    rows = _uid_map_rows()
     usable_uids = [
-        n
-        for n in UID_RANGE
-        if any(inner <= n < inner + count for inner, _, count in _uid_map_rows())
+        n for n in UID_RANGE if any(inner <= n < inner + count for inner, _, count in rows)
     ]
-    for uid in usable_uids:
-        lock_fd = os.open(folder / str(uid), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock_fd)
-            continue
-        return UidLease(uid, lock_fd)
+    # The system's random numbers leave those that the run's seed determines as they are.
+    for uid in random.SystemRandom().sample(usable_uids, len(usable_uids)):
+        if lease := _try_lease(uid, folder):
+            return lease
     raise InputError(
         "free user ids for sandboxes",
         f"0 of {len(usable_uids)} usable among {UID_RANGE.start} to {UID_RANGE.stop - 1}",
@@ -69,6 +73,24 @@ def lease_uid() -> UidLease | None:
         "too many tool.python.num_workers, or MCP servers of trajectories (tool.mcp, "
         "per_trajectory), on this host, or a container that maps few ids",
     )
+
+
+def _try_lease(uid: int, folder: Path) -> UidLease | None:
+    """Lock the name and the file of an id; return None if another launcher holds one of them."""
+    with socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0mega_agentrl/sandbox-user/{uid}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return None
+        lock_fd = os.open(folder / str(uid), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock_fd)
+            return None
+        return UidLease(uid, [lock_fd, name.detach()])
 
 
 def _lock_folder() -> Path:

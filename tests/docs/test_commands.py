@@ -39,6 +39,7 @@ from tests.fakes import make_trajectory
 
 PYTHON = ".venv/bin/python"
 OTHER_PROGRAMS = {"xdg-open", "git", "cd", "mkdir", "chmod", "ffmpeg", ".venv/bin/tensorboard"}
+CONTAINER_PROGRAMS = {"docker", "buildah", "apptainer", "enroot"}
 MODELS = {"vision": "qwen3-vl-8b", "moe": "qwen3-30b-a3b", "32B": "qwen3-32b", "": "qwen3-4b"}
 """Released model that stands in for a `model.path`, by a part of the path."""
 STAND_INS = {
@@ -103,6 +104,11 @@ def run_command(words, folder):
         check_run(words[3:], folder)
     elif words[:3] == [PYTHON, "-m", "pytest"] or program in OTHER_PROGRAMS:
         pass
+    elif program in CONTAINER_PROGRAMS:
+        assert all((ROOT / word).is_file() for word in rest if word.startswith("containers/"))
+    elif program == "export":
+        scripts = "".join(path.read_text() for path in (ROOT / "slurm").glob("*.sh"))
+        assert all(word.partition("=")[0] in scripts for word in rest)
     elif program == "make":
         check_make(rest, folder)
     elif program == PYTHON or program.startswith("tools/"):
@@ -217,7 +223,7 @@ def shown_commands():
                 yield pytest.param(block.page, words, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("page", "words"), shown_commands())
+@pytest.mark.parametrize(("page", "words"), list(shown_commands()))
 def test_a_command_is_accepted(page, words, place):
     run_command(words, place(page))
 

@@ -409,7 +409,7 @@ def test_finished_futures_are_gathered_at_once():
     assert gather_futures({"a": done}, lambda came: came["a"] + 1).result(0) == 4
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_the_first_error_is_the_result(order):
     parts = {str(index): Future() for index in range(3)}
     whole = gather_futures(parts, dict)

@@ -40,6 +40,29 @@ def test_nobody_shares_a_user():
 
 
 @needs_root
+@pytest.mark.parametrize(
+    ("namespaces", "is_free"),
+    [(["--mount"], False), (["--net"], False), (["--mount", "--net"], True)],
+    ids=["own_files", "own_network", "own_files_and_network"],
+)
+def test_a_launcher_in_a_container_leases_another_id(namespaces, is_free):
+    program = (
+        "from mega_agentrl.errors import InputError\n"
+        "from mega_agentrl.sandbox import uid_lease\n"
+        "uid_lease.UID_RANGE = range({0}, {0} + 1)\n"
+        "try: print(uid_lease.lease_uid().uid)\n"
+        "except InputError as error: print(error.name)"
+    )
+    lease = lease_uid()
+    hide_files = "mount -t tmpfs tmpfs /run && " if "--mount" in namespaces else ""
+    command = ["unshare", *namespaces, "sh", "-c", f'{hide_files}exec "$@"', "sh"]
+    command += [sys.executable, "-c", program.format(lease.uid)]
+    answer = subprocess.check_output(command, text=True).strip()
+    lease.close()
+    assert answer == (str(lease.uid) if is_free else "free user ids for sandboxes")
+
+
+@needs_root
 def test_a_lease_fails_if_all_user_ids_are_in_use(monkeypatch):
     monkeypatch.setattr(uid_lease, "UID_RANGE", range(60706, 60706))
     with pytest.raises(InputError) as caught:

@@ -73,7 +73,8 @@ _RETURN_ALLOW = 0x7FFF0000
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-_libpython = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
+_libc_with_gil = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL during calls
+_libpython = ctypes.PyDLL(None)  # keeps the GIL, and the error number of the last call of libc
 
 
 class _SockFprog(ctypes.Structure):
@@ -103,21 +104,22 @@ def clone(flags: int) -> int:
     last = (tls, child_tid) if platform.machine() == "aarch64" else (child_tid, tls)
     register = ctypes.c_ulong(clone_flags_register(flags))
     null = ctypes.c_void_p(0)
-    call = _libpython.syscall
+    call = _libc_with_gil.syscall
     call.restype = ctypes.c_long
     number = ctypes.c_long(CLONE_NUMBER)
+    before_fork = starmap(_libpython.PyOS_BeforeFork, [()])
     forks = starmap(call, [(number, register, null, null, *last)])
-    becomes_child = starmap(_libpython.PyOS_AfterFork_Child, [()])
-    _libpython.PyOS_BeforeFork()
-    # Unpacked, not called: after a call Python may hand the GIL to another thread, and the child,
-    # which has no other threads, would wait for it forever.
+    after_fork_in_child = starmap(_libpython.PyOS_AfterFork_Child, [()])
+    after_fork_in_parent = starmap(_libpython.PyOS_AfterFork_Parent, [()])
+    # Unpacked, not called: after a call Python may hand the GIL to another thread. The child has no
+    # other threads and would wait for it forever; in the parent a thread that starts or ends
+    # another one keeps the GIL while it waits for a lock that PyOS_BeforeFork holds from 3.13 on.
+    (_,) = before_fork
     (pid,) = forks
     if pid == 0:
-        (_,) = becomes_child
+        (_,) = after_fork_in_child
         return 0
-    error = ctypes.get_errno()
-    _libpython.PyOS_AfterFork_Parent()
-    ctypes.set_errno(error)
+    (_,) = after_fork_in_parent
     return check_status(pid, "clone into new namespaces")
 
 

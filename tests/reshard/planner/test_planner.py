@@ -87,7 +87,7 @@ def test_every_layout_with_experts_has_a_right_plan(tensor, pipeline, expert, ro
 
 @pytest.mark.parametrize("engines", [1, 3])
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "rollout"), itertools.product([1, 2, 4], [1, 2], [1, 2, 4])
+    ("tensor", "pipeline", "rollout"), list(itertools.product([1, 2, 4], [1, 2], [1, 2, 4]))
 )
 def test_every_dense_layout_has_a_right_plan_for_several_engines(
     tensor, pipeline, rollout, engines

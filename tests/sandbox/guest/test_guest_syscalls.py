@@ -109,10 +109,20 @@ def test_clone_is_a_fork_into_new_namespaces(user_namespaces):
     }
 
 
-def test_clone_works_while_threads_want_the_interpreter(user_namespaces):
-    """They ask for its lock just when the child, which has no threads, begins."""
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param("pass", id="compute"),
+        pytest.param("threading.Thread(target=int).start()", id="start threads"),
+    ],
+)
+def test_clone_works_while_threads_want_the_interpreter(user_namespaces, work):
+    """They ask for its lock just when the child, which has no threads, begins.
+
+    A thread that starts another one also asks for a lock that Python 3.13 holds during a fork.
+    """
     (facts,) = run_child(
-        "def spin():\n    while True: pass\n"
+        f"def spin():\n    while True: {work}\n"
         "for _ in range(3): threading.Thread(target=spin, daemon=True).start()\n"
         "sys.setswitchinterval(1e-5); codes = []\n"
         "for _ in range(20):\n"
