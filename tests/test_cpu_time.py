@@ -98,6 +98,14 @@ def test_what_is_too_expensive_is_named(budget_s, second_s, num_problems):
     )
 
 
+def test_a_name_on_the_list_that_no_test_has_any_more_fails_the_whole_run(monkeypatch):
+    monkeypatch.setattr(cpu_time, "EXPENSIVE", {"first": "imports", "renamed": "ranks"})
+    monkeypatch.setattr(cpu_time, "MIN_TESTS", 1)
+    (problem,) = reported(100.0, first=2 * MAX_TEST_S, second=1.0).problems()
+    assert "renamed" in problem
+    assert reported(100.0, second=1.0).problems() == []  # a part of the tests
+
+
 def test_a_green_run_that_is_too_expensive_fails():
     session = SimpleNamespace(exitstatus=pytest.ExitCode.OK)
     reported(1.0, first=4.0).pytest_sessionfinish(session, session.exitstatus)
