@@ -125,6 +125,16 @@ def find_faults(before: Resources, after: Resources) -> list[str]:
     return faults
 
 
+async def read_settled_resources() -> Resources:
+    """Return the resources once what has ended is gone: two readings are equal, or `SETTLE_S`."""
+    deadline_s = time.monotonic() + SETTLE_S
+    last, now = None, read_resources()
+    while last is None or (find_faults(last, now) and time.monotonic() < deadline_s):
+        await asyncio.sleep(0.5)
+        last, now = now, read_resources()
+    return now
+
+
 async def wait_until_released(before: Resources) -> Resources:
     """Return the resources once they are those of before, or after `SETTLE_S`."""
     deadline_s = time.monotonic() + SETTLE_S
@@ -451,7 +461,7 @@ async def soak_all(
         count = max(1, int(COUNTS[part] * scale))
         async with opened(part, codec, seed) as run:
             await run(min(count, max(count // 20, WARM_UP_COUNT)))
-            before = read_resources()
+            before = await read_settled_resources()
             begin_s = time.perf_counter()
             longest_s, outcomes = await run(count)
             seconds = time.perf_counter() - begin_s

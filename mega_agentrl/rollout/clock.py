@@ -26,10 +26,10 @@ Rewards are computed after the clocks have stopped, and have limits of their own
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left, insort
 from collections import deque
 from contextlib import contextmanager
 from math import inf
+from statistics import median
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,43 +37,21 @@ if TYPE_CHECKING:
 
 NUM_REQUESTS = 255
 """Requests of a pass whose speeds are compared: enough that a pause of the engines, which makes the
-requests slow that are under way, is not taken for the usual."""
-
-
-class _RecentMedian:
-    """The median of the last `NUM_REQUESTS` values."""
-
-    def __init__(self) -> None:
-        self._values: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, value: float) -> None:
-        """Add a value, in place of the oldest if there are enough."""
-        if len(self._values) == NUM_REQUESTS:
-            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
-        self._values.append(value)
-        insort(self._sorted, value)
-
-    def median(self) -> float:
-        """Return the median; infinite without a value."""
-        if not self._sorted:
-            return inf
-        half = len(self._sorted) // 2
-        return (self._sorted[half] + self._sorted[~half]) / 2
+requests slow that are under way, is not taken for the usual, and few enough to sort for each."""
 
 
 class SamplingSpeed:
     """How long recent requests of a pass took, each and per token."""
 
     def __init__(self) -> None:
-        self._seconds = _RecentMedian()
-        self._seconds_per_token = _RecentMedian()
+        self._seconds: deque[float] = deque(maxlen=NUM_REQUESTS)
+        self._seconds_per_token: deque[float] = deque(maxlen=NUM_REQUESTS)
 
     def add(self, seconds: float, num_tokens: int) -> None:
         """Add a request that has ended by itself."""
         if num_tokens:
-            self._seconds.add(seconds)
-            self._seconds_per_token.add(seconds / num_tokens)
+            self._seconds.append(seconds)
+            self._seconds_per_token.append(seconds / num_tokens)
 
     def usual_s(self, num_requests: int, num_tokens: int) -> float:
         """Return how long requests usually take, by the medians.
@@ -90,8 +68,10 @@ class SamplingSpeed:
         """
         if not num_requests:
             return 0.0
-        by_token = num_tokens * self._seconds_per_token.median()
-        return max(by_token, num_requests * self._seconds.median())
+        if not self._seconds:
+            return inf
+        by_token = num_tokens * median(self._seconds_per_token)
+        return max(by_token, num_requests * median(self._seconds))
 
 
 class TrajectoryClock:

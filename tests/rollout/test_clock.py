@@ -6,15 +6,13 @@ All times are virtual.
 from __future__ import annotations
 
 import asyncio
-import random
-import statistics
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.rollout.branching.policy import NoBranching, PathBudget
-from mega_agentrl.rollout.clock import NUM_REQUESTS, SamplingSpeed, TrajectoryClock
+from mega_agentrl.rollout.clock import SamplingSpeed, TrajectoryClock
 from mega_agentrl.rollout.generation.interruptible import truncate_generation
 from mega_agentrl.rollout.trajectory import TrajectoryRunner
 from mega_agentrl.types.records import FinishReason, StopReason
@@ -193,15 +191,6 @@ def test_an_engine_as_fast_as_usual_takes_the_policys_time_and_a_stalled_one_its
     # A short request takes its turn and its context as well.
     assert run_virtually(run(5, 1)) == pytest.approx((1, 4), abs=1e-4)
     assert run_virtually(run(5, 0)) == pytest.approx((0, 5), abs=1e-4)
-
-
-def test_the_usual_time_is_the_median_of_the_last_requests():
-    speed, rng = SamplingSpeed(), random.Random(3)
-    seconds = [rng.random() for _ in range(3 * NUM_REQUESTS)]
-    for number, value in enumerate(seconds, 1):
-        speed.add(value, 1)
-        recent = seconds[max(0, number - NUM_REQUESTS) : number]
-        assert speed.usual_s(1, 1) == pytest.approx(statistics.median(recent))
 
 
 def test_requests_of_an_agent_that_overlap_are_counted_once_and_between_them_it_is_the_policys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_request
@@ -10,7 +11,7 @@ from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from mega_agentrl.rollout.gateway.chat import ChatRequest
 
@@ -67,15 +68,16 @@ def check_decoding_work(body: bytes | bytearray, max_model_len: int) -> None:
         GatewayError: there is more than any conversation has that fits into the context.
     """
     num_tokens = max(max_model_len, MIN_TOKENS)
-    for what, (count, limit) in {
-        "colons": (_count_colons, max(MAX_COLONS_PER_TOKEN * num_tokens, MIN_COUNT)),
+    checks: dict[str, tuple[Callable[[bytes | bytearray], int], int]] = {
+        "colons": (partial(_count, b":"), max(MAX_COLONS_PER_TOKEN * num_tokens, MIN_COUNT)),
         "digits of long numbers": (
             _count_long_digits,
             max(MAX_LONG_DIGITS_PER_TOKEN * num_tokens, MIN_COUNT),
         ),
-        "commas and brackets": (_count_separators, MAX_VALUES_PER_TOKEN * num_tokens),
-        "backslashes": (_count_backslashes, MAX_ESCAPES_PER_TOKEN * num_tokens),
-    }.items():
+        "commas and brackets": (partial(_count, b",[{"), MAX_VALUES_PER_TOKEN * num_tokens),
+        "backslashes": (partial(_count, b"\\"), MAX_ESCAPES_PER_TOKEN * num_tokens),
+    }
+    for what, (count, limit) in checks.items():
         if len(body) > limit and (got := count(body)) > limit:
             raise GatewayError(
                 ErrorKind.context_length,
@@ -84,16 +86,8 @@ def check_decoding_work(body: bytes | bytearray, max_model_len: int) -> None:
             )
 
 
-def _count_separators(body: bytes | bytearray) -> int:
-    return sum(body.count(separator) for separator in b",[{")
-
-
-def _count_colons(body: bytes | bytearray) -> int:
-    return body.count(b":")
-
-
-def _count_backslashes(body: bytes | bytearray) -> int:
-    return body.count(b"\\")
+def _count(characters: bytes, body: bytes | bytearray) -> int:
+    return sum(body.count(character) for character in characters)
 
 
 def _count_long_digits(body: bytes | bytearray) -> int:

@@ -336,7 +336,7 @@ def _renew_output_locks() -> None:
         buffer = getattr(stream, "buffer", None)
         if isinstance(buffer, io.BufferedWriter):
             with contextlib.suppress(ValueError, OSError):  # it is closed or detached
-                buffer.__init__(buffer.raw)  # type: ignore[misc]  # makes a new lock in CPython
+                io.BufferedWriter.__init__(buffer, buffer.raw)  # CPython makes a new lock
 
 
 def _working_folder() -> str:
