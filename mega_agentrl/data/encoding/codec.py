@@ -371,10 +371,7 @@ class HFCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids without special tokens and with all spaces."""
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
+        return _decode_ids(self._tokenizer, token_ids, skip_special_tokens=True)
 
     def survives_decoding(self, text: str) -> bool:
         """Return whether `text` is decoded unchanged, which special tokens are not."""
@@ -382,11 +379,7 @@ class HFCodec:
 
     def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids, including special tokens."""
-        return str(
-            self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return _decode_ids(self._tokenizer, token_ids, skip_special_tokens=False)
 
     def apply_chat_template(
         self,
@@ -437,6 +430,23 @@ def _encode_text(tokenizer: Any, text: str, *, is_plain: bool = False) -> list[i
     backend.no_padding()
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
+
+
+def _decode_ids(tokenizer: Any, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of ids with all spaces.
+
+    The same as the tokenizer's own `decode`, but for a check of each id's type, which takes as
+    long.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        text = tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return str(text)
+    return str(backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
 def _load_tokenizer(folder: Path) -> Any:

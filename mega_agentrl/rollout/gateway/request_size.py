@@ -7,11 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mega_agentrl.rollout.gateway.chat import ErrorKind, GatewayError, invalid_request
-from mega_agentrl.types.images import ImageInput
 from mega_agentrl.types.records import ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from mega_agentrl.rollout.gateway.chat import ChatRequest
 
@@ -146,19 +145,19 @@ def num_chars(value: Any) -> int:
 
 
 def stored_bytes(value: Any) -> int:
-    """Return about how much memory messages or schemas take, without their images."""
-    leaves = _leaves(value, with_containers=True)
-    return sum(sys.getsizeof(item) for item in leaves if type(item) is not ImageInput)
+    """Return about how much memory messages or schemas take, without the bytes of their images."""
+    return sum(map(sys.getsizeof, _leaves(value, with_containers=True)))
 
 
-def _leaves(value: Any, *, with_containers: bool = False) -> Iterator[Any]:
-    """Yield the values and keys within a value, and lists and objects if asked for."""
+def _leaves(value: Any, *, with_containers: bool = False) -> list[Any]:
+    """Return the values and keys within a value, and lists and objects if asked for."""
+    leaves: list[Any] = []
     stack = [value]
     while stack:
         item = stack.pop()
         kind = type(item)
         if kind is str:  # nearly all of them
-            yield item
+            leaves.append(item)
             continue
         is_container = True
         if kind is dict:
@@ -171,7 +170,8 @@ def _leaves(value: Any, *, with_containers: bool = False) -> Iterator[Any]:
         else:
             is_container = False
         if with_containers or not is_container:
-            yield item
+            leaves.append(item)
+    return leaves
 
 
 def _too_long(got: str, expected: str, max_model_len: int) -> GatewayError:

@@ -297,16 +297,20 @@ class Gateway:
         if (coding := http.headers.get("content-encoding", "identity")) != "identity":
             message = f"content-encoding: got {coding[:80]!r}, expected a body without compression"
             raise GatewayError(ErrorKind.invalid_request, message)
+        if not self._in_flight.take(key, num_bytes):
+            await self._wait_for_memory(key, num_bytes)
+        try:
+            yield await _read_body(http, limit)
+        finally:
+            self._in_flight.give_back(key, num_bytes)
+
+    async def _wait_for_memory(self, key: str, num_bytes: int) -> None:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 await self._in_flight.acquire(key, num_bytes)
         except TimeoutError as error:
             message = "the requests that are being received hold all memory for them"
             raise GatewayError(ErrorKind.overloaded, message) from error
-        try:
-            yield await _read_body(http, limit)
-        finally:
-            self._in_flight.give_back(key, num_bytes)
 
     def _find_session(self, http: web.Request) -> tuple[str, AgentSession]:
         """Return the key of a request and its session; keys are compared by hash."""

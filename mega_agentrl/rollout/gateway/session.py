@@ -288,7 +288,10 @@ class AgentSession:
         self._block_by_answer_id[pending.answer_id] = block
         if not stops:
             self._sampling.add(pending.name)
-        task = asyncio.create_task(self._answer(pending, stops=stops))
+        # Started at once, so that the engine has the request. An answer that stops the client waits
+        # until the requests that came with it are running: those after it are refused.
+        loop, answer = asyncio.get_running_loop(), self._answer(pending, stops=stops)
+        task = asyncio.Task(answer, loop=loop, eager_start=not stops)
         self._undelivered.setdefault(block, {})[pending.answer_id] = task
         self._running[pending.name] = task
         task.add_done_callback(lambda done: self._on_done(pending, done))
