@@ -213,7 +213,8 @@ class ClusterConnection:
             self._has_gpus = _connect(self._config)
         except BaseException as error:  # noqa: BLE001 - raised again by `wait`
             self._error = error
-            if type(error) is Exception:  # Ray's error for servers that do not come up in time
+            # Ray's own error for servers that do not come up in time is a plain exception.
+            if type(error) in (Exception, ChildProcessError):
                 self._error = RuntimeError(
                     f"Ray did not start: {' '.join(str(error).split())} Probable cause: the "
                     "machine is overloaded by other processes; start the same command again"

@@ -4,11 +4,13 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -236,6 +238,52 @@ def test_ray_gets_more_time_to_start_than_its_own_limit(monkeypatch):
     with ray_compat.patient_ray_start():
         assert ray._private.services.get_node("here", "node") == {"node_name": "here"}
     assert ray._private.services.get_node is get_node
+
+
+def test_a_raylet_gets_the_ports_of_its_agents_for_which_it_waits_only_15_s(monkeypatch, tmp_path):
+    given = {}
+
+    def start_raylet(
+        node_id,
+        session_dir,
+        metrics_agent_port,
+        metrics_export_port=None,
+        runtime_env_agent_port=None,
+        dashboard_agent_listen_port=52365,
+    ):
+        listen = dashboard_agent_listen_port
+        given.update(
+            ports={metrics_agent_port, metrics_export_port, runtime_env_agent_port, listen}
+        )
+        given.update(listen=listen)
+        return SimpleNamespace(process=SimpleNamespace(poll=lambda: None))
+
+    monkeypatch.setattr("ray._private.services.start_raylet", start_raylet)
+    node_id = "ab" * 28
+    with ray_compat.patient_ray_start():
+        ray._private.services.start_raylet(node_id, str(tmp_path), metrics_agent_port=0)
+    (port_file,) = tmp_path.iterdir()
+    assert port_file.name == f"dashboard_agent_listen_port_{node_id}"
+    assert int(port_file.read_text()) == given["listen"]
+    assert len(given["ports"]) == 4
+    for port in given["ports"]:
+        with socket.socket() as probe:
+            probe.bind(("", port))
+
+
+def test_the_end_of_the_raylet_is_an_error_at_once(monkeypatch, tmp_path):
+    def get_node(*_):
+        raise RuntimeError("not yet")
+
+    ended = SimpleNamespace(process=SimpleNamespace(poll=lambda: -6))
+    monkeypatch.setattr("ray._private.services.get_node", get_node)
+    monkeypatch.setattr(
+        "ray._private.services.start_raylet", lambda node_id, session_dir, **_: ended
+    )
+    with ray_compat.patient_ray_start():
+        ray._private.services.start_raylet("ab" * 28, str(tmp_path))
+        with pytest.raises(ChildProcessError, match="raylet ended with exit code -6"):
+            ray._private.services.get_node("here", "node")
 
 
 def test_ray_does_not_replace_the_handler_of_sigterm():
