@@ -115,6 +115,8 @@ get_uv() {
     certificates=$(pip_setting cert)
     [ -z "$certificates" ] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
     export UV_INDEX_STRATEGY=unsafe-best-match # all indexes count, as for pip
+    # In all processes at once, and not by the first run, in which Ray's servers would start too late.
+    export UV_COMPILE_BYTECODE=${UV_COMPILE_BYTECODE:-1}
 }
 
 install_packages() {
