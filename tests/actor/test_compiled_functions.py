@@ -40,7 +40,7 @@ def rope():
     from megatron.core.models.common.embeddings import rope_utils
 
     rotate = rope_utils._apply_rotary_pos_emb_bshd
-    options = {"rotary_interleaved": False, "multi_latent_attention": False, "mscale": 1.2}
+    options = {"rotary_interleaved": False, "mla_rotary_interleaved": False, "mscale": 1.2}
     return partial(rotate, **options), rope_inputs
 
 
