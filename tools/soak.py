@@ -125,14 +125,15 @@ def find_faults(before: Resources, after: Resources) -> list[str]:
     return faults
 
 
-async def read_settled_resources() -> Resources:
-    """Return the resources once what has ended is gone: two readings are equal, or `SETTLE_S`."""
+async def wait_until_stable() -> Resources:
+    """Return the resources once two readings in a row agree, or after `SETTLE_S`."""
     deadline_s = time.monotonic() + SETTLE_S
-    last, now = None, read_resources()
-    while last is None or (find_faults(last, now) and time.monotonic() < deadline_s):
+    before = read_resources()
+    await asyncio.sleep(0.5)
+    while find_faults(before, after := read_resources()) and time.monotonic() < deadline_s:
+        before = after
         await asyncio.sleep(0.5)
-        last, now = now, read_resources()
-    return now
+    return after
 
 
 async def wait_until_released(before: Resources) -> Resources:
@@ -461,7 +462,7 @@ async def soak_all(
         count = max(1, int(COUNTS[part] * scale))
         async with opened(part, codec, seed) as run:
             await run(min(count, max(count // 20, WARM_UP_COUNT)))
-            before = await read_settled_resources()
+            before = await wait_until_stable()
             begin_s = time.perf_counter()
             longest_s, outcomes = await run(count)
             seconds = time.perf_counter() - begin_s
