@@ -13,8 +13,9 @@ from mega_agentrl.train.signals import PROCESS_SIGNAL_HANDLER, RunInterrupted
 
 def main() -> None:
     """Install the signal handlers, then run the command line."""
-    PROCESS_SIGNAL_HANDLER.install()
     try:
+        # A signal may come between two of the handlers.
+        PROCESS_SIGNAL_HANDLER.install()
         from mega_agentrl import cli
 
         cli.main()

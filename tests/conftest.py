@@ -11,6 +11,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+import absl.logging
 import pytest
 from hypothesis import settings
 from hypothesis.vendor.pretty import for_type_by_name
@@ -29,6 +30,9 @@ gc.disable()
 
 # Torch's threads wait for each other by spinning, which costs ten times the work on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Megatron imports absl, whose handler closes its stream when vLLM sets up logging: not pytest's file.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 ROOT = Path(__file__).resolve().parents[1]
 

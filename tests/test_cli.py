@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mega_agentrl import cli
+from mega_agentrl import __main__, cli
 from mega_agentrl.cli import EXIT_FAILED, EXIT_RESTART, describe_failure, describe_interruption
 from mega_agentrl.config.override_keys import parse_command_line
 from mega_agentrl.config.schema import TrainConfig
@@ -56,6 +56,16 @@ def test_signal_during_imports_ends_the_process_cleanly(number, tmp_path):
     assert signal.Signals(number).name in output
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
+
+
+def test_signal_between_two_handlers_ends_the_process_cleanly(monkeypatch, capsys):
+    handler = SignalHandler()
+    monkeypatch.setattr(handler, "install", lambda: handler.on_signal(signal.SIGTERM))
+    monkeypatch.setattr(__main__, "PROCESS_SIGNAL_HANDLER", handler)
+    with pytest.raises(SystemExit) as end:
+        __main__.main()
+    assert end.value.code == EXIT_CODES[signal.SIGTERM]
+    assert "SIGTERM" in capsys.readouterr().err
 
 
 def test_a_refused_command_leaves_no_run_folder(tmp_path):
@@ -117,7 +127,7 @@ def test_steps_that_epochs_amount_to_are_checked(monkeypatch):
 def test_messages_and_warnings_go_to_the_file_of_the_driver(tmp_path):
     script = f"""
 import logging, pathlib, warnings
-from mega_agentrl import cli
+from mega_agentrl import __main__, cli
 cli._set_up_file_logging(pathlib.Path({str(tmp_path)!r}))
 logging.getLogger("some.library").info("loaded")
 for library in ("httpx", "openai._base_client", "mcp.server.lowlevel.server"):
@@ -189,7 +199,7 @@ def raises(error):
 READS_INPUTS = """
 import time
 from pathlib import Path
-from mega_agentrl import cli
+from mega_agentrl import __main__, cli
 from mega_agentrl.config.override_keys import parse_command_line
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime import inputs

@@ -76,12 +76,15 @@ async def test_tasks_of_a_package_are_played_by_a_command(codec, package, name, 
 
 def test_game_of_verifiers_is_played_beside_the_trainers_packages(package):
     python = package("verifiers", "verifiers[ta]", "uv", tried="Hangman-v0 with the adapter")
-    packages = sysconfig.get_path("purelib")
-    paths = {"PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT}:{packages}"}
+    # Not PYTHONPATH, which would reach the game's own process and another Python there.
+    site = ["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    folder = subprocess.run([python, *site], capture_output=True, text=True, check=True).stdout
+    trainer = f"{ROOT}\n{sysconfig.get_path('purelib')}\n"
+    Path(folder.strip(), "trainer.pth").write_text(trainer, encoding="utf-8")
     done = subprocess.run(
         [python, "-m", "tests.packages.sessions.verifiers_session"],
         cwd=ROOT,
-        env=os.environ | paths,
+        env=os.environ | {"PATH": f"{python.parent}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         timeout=900,
