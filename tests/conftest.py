@@ -31,7 +31,7 @@ gc.disable()
 # Torch's threads wait for each other by spinning, which costs ten times the work on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Megatron imports absl, whose handler closes its stream when vLLM sets up logging: not pytest's file.
+# absl, which Megatron imports, has a log handler that closes its stream when vLLM sets up logging.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 ROOT = Path(__file__).resolve().parents[1]
