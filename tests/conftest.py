@@ -8,10 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-import absl.logging
 import pytest
 from hypothesis import settings
 from hypothesis.vendor.pretty import for_type_by_name
@@ -32,7 +32,10 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # absl, which Megatron imports, has a log handler that closes its stream when vLLM sets up logging.
-absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
+with suppress(ImportError):
+    import absl.logging
+
+    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 ROOT = Path(__file__).resolve().parents[1]
 

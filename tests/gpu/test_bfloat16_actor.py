@@ -105,6 +105,7 @@ def test_scores_are_those_of_transformers(run):
 
 
 def test_training_continues_from_a_checkpoint(run, rank_pool):
+    pytest.importorskip("msgspec")
     step = ("sft_step", run.batch, LR)
     calls = [("load_checkpoint", str(run.root / "run/one")), ("weights",), step, step]
     ((_, weights, *steps),) = rank_pool.run(run_calls, 1, run.config, calls)
