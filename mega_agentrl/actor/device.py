@@ -30,15 +30,19 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def hide_broken_transformer_engine() -> None:
-    """Let Transformer Engine look missing if it is installed but cannot be imported.
+def hide_unusable_transformer_engine() -> None:
+    """Let Transformer Engine look missing if it is installed but cannot be used.
 
-    Must be called before anything imports Megatron, which handles a missing Transformer Engine but
-    no other error of its import: the `OSError` of a missing CUDA library would end the rank. The
-    error is logged and kept in `transformer_engine_error` for `kernels.describe_kernels`.
+    Must be called before anything imports Megatron, which takes its optimizer even where there is
+    no GPU, and handles a missing Transformer Engine but no other error of its import: the `OSError`
+    of a missing CUDA library would end the rank. The error is logged and kept in
+    `transformer_engine_error` for `kernels.describe_kernels`.
     """
     global transformer_engine_error
     if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
+        return
+    if not has_cuda():
+        _hide_transformer_engine()
         return
     modules_before = set(sys.modules)
     error = _import_error(
@@ -49,9 +53,13 @@ def hide_broken_transformer_engine() -> None:
     for name in set(sys.modules) - modules_before:
         if name.partition(".")[0] in (_TRANSFORMER_ENGINE, "megatron"):
             del sys.modules[name]
-    sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # imports raise ImportError
+    _hide_transformer_engine()
     transformer_engine_error = error
     _logger.warning("Transformer Engine is not used because its import failed: %s", error)
+
+
+def _hide_transformer_engine() -> None:
+    sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # imports raise ImportError
 
 
 def _import_error(*modules: str) -> str:
@@ -114,4 +122,4 @@ def resolve_train_dtype(choice: Dtype) -> torch.dtype:
     return dtype
 
 
-hide_broken_transformer_engine()
+hide_unusable_transformer_engine()

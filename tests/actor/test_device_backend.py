@@ -91,6 +91,28 @@ def test_a_cpu_trains_over_gloo_without_optional_kernels():
     assert not device.has_apex_grad_accumulation()
 
 
+def install_transformer_engine(monkeypatch, folder, code):
+    """Put a package of this name on the path, whose module for torch consists of `code`."""
+    package = folder / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(device, "transformer_engine_error", "")
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, None)  # restored at the end of the test
+        del sys.modules[name]
+
+
+def test_a_cpu_does_not_see_transformer_engine(tmp_path, monkeypatch, caplog):
+    """Megatron would take its optimizer, which needs a GPU."""
+    install_transformer_engine(monkeypatch, tmp_path, "")
+    monkeypatch.setattr(device, "has_cuda", lambda: False)
+    device.hide_unusable_transformer_engine()
+    assert importlib.util.find_spec("transformer_engine") is None
+    assert not caplog.records and not device.transformer_engine_error
+
+
 @pytest.mark.parametrize(
     "failure",
     [
@@ -102,15 +124,9 @@ def test_a_cpu_trains_over_gloo_without_optional_kernels():
 )
 def test_a_broken_transformer_engine_looks_missing(failure, tmp_path, monkeypatch, caplog):
     """A subprocess checks the same from the first import on."""
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "pytorch.py").write_text(failure)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(device, "transformer_engine_error", "")
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
-    del sys.modules["transformer_engine"]
-    device.hide_broken_transformer_engine()
+    install_transformer_engine(monkeypatch, tmp_path, failure)
+    monkeypatch.setattr(device, "has_cuda", lambda: True)
+    device.hide_unusable_transformer_engine()
     assert caplog.records[-1].levelname == "WARNING"
     assert device.transformer_engine_error and "Error: " in device.transformer_engine_error
     assert importlib.util.find_spec("transformer_engine") is None
@@ -125,6 +141,8 @@ def test_a_broken_transformer_engine_does_not_stop_megatron(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("raise OSError('libcudart.so.13: no such file')")
     check = (
+        "import torch\n"
+        "torch.cuda.is_available = lambda: True\n"
         "from mega_agentrl.actor import device, policy\n"
         "from megatron.core.transformer.moe import experts\n"
         "assert not experts.HAVE_TE\n"
