@@ -127,7 +127,7 @@ def test_steps_that_epochs_amount_to_are_checked(monkeypatch):
 def test_messages_and_warnings_go_to_the_file_of_the_driver(tmp_path):
     script = f"""
 import logging, pathlib, warnings
-from mega_agentrl import __main__, cli
+from mega_agentrl import cli
 cli._set_up_file_logging(pathlib.Path({str(tmp_path)!r}))
 logging.getLogger("some.library").info("loaded")
 for library in ("httpx", "openai._base_client", "mcp.server.lowlevel.server"):
@@ -199,7 +199,7 @@ def raises(error):
 READS_INPUTS = """
 import time
 from pathlib import Path
-from mega_agentrl import __main__, cli
+from mega_agentrl import cli
 from mega_agentrl.config.override_keys import parse_command_line
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.runtime import inputs

@@ -41,24 +41,18 @@ def hide_unusable_transformer_engine() -> None:
     global transformer_engine_error
     if importlib.util.find_spec(_TRANSFORMER_ENGINE) is None:
         return
-    if not has_cuda():
-        _hide_transformer_engine()
-        return
-    modules_before = set(sys.modules)
-    error = _import_error(
-        f"{_TRANSFORMER_ENGINE}.pytorch", "megatron.core.extensions.transformer_engine"
-    )
-    if not error:
-        return
-    for name in set(sys.modules) - modules_before:
-        if name.partition(".")[0] in (_TRANSFORMER_ENGINE, "megatron"):
-            del sys.modules[name]
-    _hide_transformer_engine()
-    transformer_engine_error = error
-    _logger.warning("Transformer Engine is not used because its import failed: %s", error)
-
-
-def _hide_transformer_engine() -> None:
+    if has_cuda():
+        modules_before = set(sys.modules)
+        error = _import_error(
+            f"{_TRANSFORMER_ENGINE}.pytorch", "megatron.core.extensions.transformer_engine"
+        )
+        if not error:
+            return
+        for name in set(sys.modules) - modules_before:
+            if name.partition(".")[0] in (_TRANSFORMER_ENGINE, "megatron"):
+                del sys.modules[name]
+        transformer_engine_error = error
+        _logger.warning("Transformer Engine is not used because its import failed: %s", error)
     sys.modules[_TRANSFORMER_ENGINE] = None  # type: ignore[assignment]  # imports raise ImportError
 
 
@@ -74,7 +68,7 @@ def _import_error(*modules: str) -> str:
 
 def has_transformer_engine() -> bool:
     """Return whether Transformer Engine's layers are used: on a GPU, if it can be imported."""
-    return has_cuda() and importlib.util.find_spec(_TRANSFORMER_ENGINE) is not None
+    return importlib.util.find_spec(_TRANSFORMER_ENGINE) is not None
 
 
 @functools.cache

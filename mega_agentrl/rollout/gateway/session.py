@@ -288,8 +288,7 @@ class AgentSession:
         self._block_by_answer_id[pending.answer_id] = block
         if not stops:
             self._sampling.add(pending.name)
-        # Started at once, so that the engine has the request. An answer that stops the client waits
-        # until the requests that came with it are running: those after it are refused.
+        # The engine gets it at once; a stop lets requests run that came with it, none after it.
         loop, answer = asyncio.get_running_loop(), self._answer(pending, stops=stops)
         task = asyncio.Task(answer, loop=loop, eager_start=not stops)
         self._undelivered.setdefault(block, {})[pending.answer_id] = task
@@ -368,8 +367,7 @@ class AgentSession:
 
     def mark_delivered(self, answer: ChatAnswer) -> None:
         """Note that the client has received an answer, so that it is not sent again."""
-        block = self._block_by_answer_id.pop(answer.answer_id, None)
-        if block is not None:
+        if (block := self._block_by_answer_id.pop(answer.answer_id, None)) is not None:
             self._undelivered[block].pop(answer.answer_id)
 
     async def close(self) -> None:
