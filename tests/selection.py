@@ -10,6 +10,8 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 MAX_TESTS_TOGETHER = 50
 """Number of slow tests from which on a part may cut a file."""
+ALONE_FROM_S = 60
+"""A test of so many seconds is worth a fixture of its own: a part may cut it from its file."""
 
 UNITS_S = {
     ("actor", "estimate", "gpu", "parallel"): (240, 315),  # rank processes; Megatron
@@ -85,7 +87,7 @@ def choose_part(items, number, num_parts):
     Each part takes about as long as the others: `slow(seconds)` and `tools(seconds)` say how long a
     test takes, those without a number a second. Tests that share a fixture stay together: those of
     a file, or, in a file with very many, those with the same parameters, as all tests of a layout.
-    Scripts share nothing, and Slurm jobs take much longer than their cluster's start.
+    Scripts share nothing; Slurm jobs, as other long tests, take much longer than what they share.
     """
     num_by_file = Counter(item.path for item in items)
     groups = {}
@@ -93,7 +95,7 @@ def choose_part(items, number, num_parts):
         parameters = getattr(item, "callspec", None)
         is_split = num_by_file[item.path] > MAX_TESTS_TOGETHER or item.get_closest_marker("tools")
         name = parameters.id if parameters and is_split else ""
-        if item.get_closest_marker("slurm"):
+        if item.get_closest_marker("slurm") or _duration_s([item]) >= ALONE_FROM_S:
             name = item.name
         groups.setdefault((item.path, name), []).append(item)
     load_s, kept = [0] * num_parts, set()
