@@ -32,7 +32,7 @@ def cpu_s(pids):
     return total_s
 
 
-def wait_until_gone(pids, timeout_s=60.0):
+def wait_until_gone(pids, timeout_s=300.0):
     """Return those of `pids` that are alive after the wait: the kernel ends killed ones late."""
     deadline = time.monotonic() + timeout_s
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:

@@ -68,7 +68,7 @@ def one_rank():
         world_size=1,
         master_address="127.0.0.1",
         master_port=free_port(),
-        timeout_s=30.0,
+        timeout_s=300.0,
     )
     yield groups
     process_groups.destroy_process_groups()

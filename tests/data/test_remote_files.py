@@ -113,7 +113,7 @@ class Hostile(http.server.BaseHTTPRequestHandler):
 
     def do_HEAD(self):
         if self.path == "/silent":
-            self.is_over.wait(60)
+            self.is_over.wait(300)
         self.send_response(200)
         self.send_header("Accept-Ranges", "bytes")
         if self.path == "/large":
@@ -131,7 +131,7 @@ class Hostile(http.server.BaseHTTPRequestHandler):
         with contextlib.suppress(OSError):
             if self.path == "/drops":
                 self.wfile.write(b"1\r\n0\r\n")
-                self.is_over.wait(60)
+                self.is_over.wait(300)
             while True:
                 self.wfile.write(f"{len(block):x}\r\n".encode() + block + b"\r\n")
 

@@ -174,10 +174,10 @@ async def test_whenever_a_collection_is_cancelled_no_state_stays_open(seed):
         await asyncio.sleep(0.001)
     await asyncio.sleep(rng.random() * 0.04)
     collecting.cancel()
-    await asyncio.wait({collecting}, timeout=60)
+    await asyncio.wait({collecting}, timeout=300)
     assert collecting.done()
     # A state that was made at the very moment is released behind the cancellation.
-    deadline = asyncio.get_running_loop().time() + 60
+    deadline = asyncio.get_running_loop().time() + 300
     while any(tool.num_open for tool in tools) and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.005)
     assert [tool.num_open for tool in tools] == [0, 0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from _pytest.mark import ParameterSet
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 TARGETS = [
     "stateful",
@@ -91,7 +91,7 @@ def pids_named(name: str) -> list[int]:
     ]
 
 
-def vanish(name: str, *, num_left: int = 0, timeout_s: float = 60.0) -> bool:
+def vanish(name: str, *, num_left: int = 0, timeout_s: float = 300.0) -> bool:
     """True as soon as `num_left` processes are called `name`: a kill takes the kernel a moment."""
     deadline = time.monotonic() + timeout_s
     while len(pids_named(name)) > num_left:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
 
 START_DEADLINE_S = 300.0
-COLLECTIVE_DEADLINE_S = 60.0
+COLLECTIVE_DEADLINE_S = 300.0
 STACK_WAIT_S = 10.0
 LOG_TAIL = 4000
 LIBRARIES = [

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mega_agentrl.reshard.verify.digest_verifier import DigestRegion
 
 ADDRESS = "127.0.0.1"
-DEADLINE_S = 100.0
+DEADLINE_S = 300.0
 
 
 def source_layouts(folder: Path, tensor: int, pipeline: int) -> list[list[ShardLayout]]:
@@ -72,7 +72,7 @@ class FakeTrainer:
         *,
         tensor: int = 2,
         pipeline: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float = 300.0,
         dtype: str = "float32",
     ) -> None:
         self.hit: Hit | None = None
@@ -166,7 +166,7 @@ class FakeTrainer:
     def kill(self, rank: int) -> None:
         """End a rank's process."""
         self.processes[rank].kill()
-        self.processes[rank].join(10)
+        self.processes[rank].join(300)
 
     def revive(self) -> list[int]:
         """Start the ranks again whose processes are gone; the old sessions are of no use then."""
@@ -182,7 +182,7 @@ class FakeTrainer:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.join(10)
+            process.join(300)
 
     def _start(self, rank: int) -> None:
         context = fork_server()

@@ -26,7 +26,7 @@ from tests.reshard.faults import Fault, cut
 from tests.reshard.rollout_cuts import rollout_layout
 from tests.tiny_models import make_tiny_model
 
-DEADLINE_S = 90.0
+DEADLINE_S = 300.0
 FRAME = Fault(kind="kill", rank=1, frame=3)
 
 

@@ -157,7 +157,7 @@ def test_no_random_script_gets_beyond_a_budget(codecs, config, seed, family, wit
         interactions=InteractionRegistry([nag]),
     )
     work = collect_rollouts([prompt], FakeRubric(), context)
-    (tree,) = run_virtually(asyncio.wait_for(work, 60))
+    (tree,) = run_virtually(asyncio.wait_for(work, 300))
     assert len(tree.trajectories) == config.group_size and nag.num_open == 0
     for one in tree.trajectories:
         _check(one, config)

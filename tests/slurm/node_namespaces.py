@@ -42,7 +42,9 @@ def unavailable_reason() -> str:
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run a program of the system."""
     environment = {"PATH": SEARCH_PATH}
-    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    completed = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
     if check and completed.returncode:
         raise RuntimeError(f"{' '.join(command)}: {completed.stderr}")
     return completed

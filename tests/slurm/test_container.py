@@ -109,7 +109,7 @@ def start_step(folder, image, **variables):
     }
     script = "set -eu; head=n1; source slurm/steps.sh; here python -V"
     run = {"env": environment, "capture_output": True, "text": True, "check": False}
-    return subprocess.run(["bash", "-c", script], cwd=ROOT, timeout=60, **run)
+    return subprocess.run(["bash", "-c", script], cwd=ROOT, timeout=300, **run)
 
 
 def test_sif_starts_apptainer_with_mounts_and_gpus(tmp_path):

@@ -222,16 +222,16 @@ class VirtualCluster:
         daemon = self.daemons.pop(name)
         os.kill(pid, sign)
         try:
-            daemon.wait(timeout=60)
+            daemon.wait(timeout=300)
         except subprocess.TimeoutExpired:
             daemon.kill()
-            daemon.wait(timeout=60)
+            daemon.wait(timeout=300)
 
     def close(self) -> None:
         """End every job, then every daemon."""
         if "slurmctld" in self.daemons:
             self.command("scancel", "--user=root", check=False)
-            deadline_s = time.monotonic() + 30
+            deadline_s = time.monotonic() + 300
             while time.monotonic() < deadline_s:
                 if not self.command("squeue", "-h", check=False).stdout.strip():
                     break

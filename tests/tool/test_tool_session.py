@@ -289,11 +289,11 @@ async def test_a_fault_at_any_step_is_typed_in_time_and_leaves_nothing_open(step
 async def test_cancellation_at_any_step_leaves_nothing_open(step):
     session, fragile, before = fragile_session(step, "gate")
     task = asyncio.create_task(live(session))
-    await asyncio.wait_for(fragile.entered.wait(), 60)
+    await asyncio.wait_for(fragile.entered.wait(), 300)
     task.cancel()
     fragile.gate.set()  # what waited may still come to its result
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 300)
     assert (before.num_open, fragile.num_open) == (0, 0)
 
 
@@ -312,11 +312,11 @@ async def test_a_state_that_comes_too_late_is_released(end):
 
     fragile.create = create
     task = asyncio.create_task(session.create({}))
-    await asyncio.wait_for(fragile.entered.wait(), 60)
+    await asyncio.wait_for(fragile.entered.wait(), 300)
     if end == "cancellation":
         task.cancel()
     with pytest.raises(ToolSessionError if end == "deadline" else asyncio.CancelledError):
-        await asyncio.wait_for(task, 60)
+        await asyncio.wait_for(task, 300)
     assert fragile.num_open == 1
     fragile.gate.set()
     async with asyncio.timeout(60):
@@ -327,7 +327,7 @@ async def test_a_state_that_comes_too_late_is_released(end):
 async def test_a_state_that_is_made_as_its_caller_is_cancelled_is_released():
     session, fragile, _ = fragile_session("create", "gate")
     task = asyncio.create_task(session.create({}))
-    await asyncio.wait_for(fragile.entered.wait(), 60)
+    await asyncio.wait_for(fragile.entered.wait(), 300)
     fragile.gate.set()
     await asyncio.sleep(0)
     assert fragile.num_open == 1 and not task.done()

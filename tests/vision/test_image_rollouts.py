@@ -529,7 +529,7 @@ async def test_a_large_image_does_not_hold_up_the_others(codec, processor, monke
         def load(self, image):
             if image.width * image.height > 56 * 28:
                 running.append(image)
-                is_shown.wait(60)
+                is_shown.wait(300)
                 assert len(running) == 1
                 running.pop()
             return super().load(image)

@@ -157,7 +157,7 @@ def used_resources(cubin, folder):
     file.write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     command = [str(tool), "-res-usage", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     (line,) = [line for line in done.stdout.splitlines() if "REG:" in line]
     return line
 

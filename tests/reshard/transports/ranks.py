@@ -88,7 +88,7 @@ class Group:
 
     def kill(self, rank: int) -> None:
         self.processes[rank].kill()
-        self.processes[rank].join(10)
+        self.processes[rank].join(300)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def _run(pipe: Any, rank: int, world_size: int) -> None:
 
 
 def send(
-    rank_state: RankState, values: list[int], peers: list[int], timeout_s: float = 60.0
+    rank_state: RankState, values: list[int], peers: list[int], timeout_s: float = 300.0
 ) -> None:
     """Frames of 1,000 times `value` bytes that hold it, each to all peers, from two slots."""
     send_handles: list[list[Any]] = [[], []]
@@ -131,7 +131,7 @@ def receive(
     peer: int,
     count: int,
     onward: tuple[int, ...] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = 300.0,
 ) -> list[tuple[int, bool]]:
     """(first byte, whether all of the frame is as it must be) of each; passes them on."""
     found = []

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from mega_agentrl.reshard.transports.gloo import GlooTransport, HostStagedTransport
 from tests.reshard.transports.in_process import InProcessHub
 
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 SLOT_BYTES = 1000
 
 

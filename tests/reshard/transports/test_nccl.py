@@ -163,8 +163,8 @@ def exchange(rank_state, values):
         send_handle = rank_state.transport.send(
             rank_state.slots[1][:1000].fill_(value + rank_state.rank), peer
         )
-        found.append(set(recv_handle.wait(60.0).tolist()))
-        send_handle.wait(60.0)
+        found.append(set(recv_handle.wait(300).tolist()))
+        send_handle.wait(300)
     return found
 
 

@@ -60,7 +60,7 @@ def child():
     yield one
     with contextlib.suppress(ProcessLookupError):
         os.killpg(one.pid, signal.SIGKILL)
-    one.process.wait(60)
+    one.process.wait(300)
     one.process.stdin.close()
     one.process.stdout.close()
 
@@ -105,7 +105,7 @@ def test_a_signal_is_delivered_after_the_tracing(child):
     with child.traced() as tracer:
         os.kill(child.pid, signal.SIGTERM)
         assert tracer.run_clone(lambda: None, lambda: False) is None
-    assert child.process.wait(60) == -signal.SIGTERM
+    assert child.process.wait(300) == -signal.SIGTERM
 
 
 def test_after_the_deadline_there_is_no_child(child):
@@ -121,6 +121,6 @@ def test_a_process_that_is_killed_meanwhile_can_be_collected(child):
         os.kill(child.pid, signal.SIGKILL)
         has_ended = lambda: processes.process_state(child.pid) in "ZX"  # noqa: E731
         assert tracer.run_clone(lambda: None, has_ended) is None
-    assert child.process.wait(60) == -signal.SIGKILL
+    assert child.process.wait(300) == -signal.SIGKILL
     with pytest.raises(ProcessLookupError), child.traced():
         pass

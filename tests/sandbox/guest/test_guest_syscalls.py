@@ -143,7 +143,7 @@ def test_a_process_ends_with_its_parent():
         "    time.sleep(60)\n"
         "os.read(reading, 1); say(pid=pid)"
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while processes.process_state(facts["pid"]) not in "ZX":
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -174,7 +174,7 @@ async def test_any_retry_after_is_an_error_of_the_page(monkeypatch, header):
 
 async def test_a_slow_page_is_a_timeout():
     def slow(_):
-        ended.wait(60)
+        ended.wait(300)
         return Reply(b"late", headers=PLAIN)
 
     ended = threading.Event()

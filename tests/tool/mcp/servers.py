@@ -102,7 +102,7 @@ def http_server():
     command = [sys.executable, f"{FOLDER}/example_server.py", "--http", str(port)]
     child = subprocess.Popen(command, env={"TOKEN": SECRET})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
@@ -113,7 +113,7 @@ def http_server():
         yield f"http://127.0.0.1:{port}/mcp"
     finally:
         child.kill()
-        child.wait(30)
+        child.wait(300)
 
 
 @asynccontextmanager

@@ -91,7 +91,7 @@ async def test_failures_are_classified(monkeypatch):
             await ask("q", source=server.url, backend=SearchBackend.retrieve)
     assert caught.value.status == 500
     ended = threading.Event()
-    with serving(lambda _: ended.wait(60) and Reply()) as server:
+    with serving(lambda _: ended.wait(300) and Reply()) as server:
         late = await answer("q", source=server.url, backend=SearchBackend.retrieve, timeout_s=0.3)
         ended.set()
     assert (late.status, late.text) == (ToolStatus.timeout, "Timed out after 0.3 s.")

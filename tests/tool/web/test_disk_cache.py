@@ -235,7 +235,7 @@ def test_killed_processes_lose_and_damage_no_entry(tmp_path, path):
     finally:
         for child in children:
             child.kill()
-            child.wait(10)
+            child.wait(300)
     acknowledged = [key for log in logs for key in log.read_text().split("\n")[:-1]]
     assert len(acknowledged) >= 4 * 180 + 150 + 200 + 250 + 300
     cache = make(path)
