@@ -417,10 +417,12 @@ class Engine:
         if num_tokens <= max(self._progress.num_tokens, 0):
             await self.call_workers("check_health")
         num_running = 0 if self._is_holding else len(self._running)
-        if (stuck_s := self._progress.stuck_s(num_tokens, num_running)) is not None:
+        quiet_s = self._progress.quiet_s(num_tokens, num_running)
+        if quiet_s > self._config.stuck_limit_s(has_answered=num_tokens > 0):
             raise EngineLostError(
                 f"{self.name} has produced no token for its {num_running} requests in "
-                f"{stuck_s:.0f} s; probable cause: its scheduler or a kernel hangs"
+                f"{quiet_s:.0f} s (engine.stuck_timeout_s={self._config.stuck_timeout_s:g}); "
+                "probable cause: its scheduler or a kernel hangs"
             )
 
     @contextmanager

@@ -7,6 +7,7 @@ of the hosting process. Settings that are engine arguments are in `engine_args`.
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ def set_vllm_environment(
     *,
     on_gpu: bool = False,
     deterministic: bool = False,
+    ready_timeout_s: float = 600.0,
     gpus: str | None = None,
     log_path: Path | None = None,
     exact_model: str = "",
@@ -42,6 +44,7 @@ def set_vllm_environment(
         config: Engine settings.
         on_gpu: Whether the engine runs on a GPU.
         deterministic: Always compute sums in the same order.
+        ready_timeout_s: Time that vLLM's processes have to start, `cluster.call_timeout_s`.
         gpus: Value of CUDA_VISIBLE_DEVICES for an engine on GPUs of the trainer; None leaves the
             variable unchanged.
         log_path: File for vLLM's log lines, including those of its child processes; None for
@@ -54,10 +57,15 @@ def set_vllm_environment(
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(ready_timeout_s)),
+        # The longest step of several workers, the first of which compiles kernels.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(
+            math.ceil(config.stuck_limit_s(has_answered=False))
+        ),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    if config.enforce_eager:
+    if config.enforce_eager or not on_gpu:
         # The sampler has one small torch.compile kernel, whose compilation costs the first
         # request several seconds and gains nothing without graphs.
         variables["TORCH_COMPILE_DISABLE"] = "1"

@@ -14,7 +14,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mega_agentrl.config.sections.runtime import EngineConfig
 from mega_agentrl.generator import engine as engine_module
 from mega_agentrl.generator.engine import Engine, to_start_error
-from mega_agentrl.generator.progress_monitor import STUCK_TIMEOUT_S, ProgressMonitor
+from mega_agentrl.generator.progress_monitor import ProgressMonitor
 from mega_agentrl.generator.sampling import StopTokenTable
 from mega_agentrl.generator.sleep_mode import SleepController
 from mega_agentrl.types.errors import EngineLostError, EngineRefusalError
@@ -28,6 +28,7 @@ def hollow(monkeypatch):
     """An engine that nothing runs in; the test sets its vLLM."""
     monkeypatch.setattr(engine_module, "DEATH_POLL_S", 0.01)
     engine = Engine("engine 3")
+    engine._config = EngineConfig()
     engine._idle_event.set()
     return engine
 
@@ -202,19 +203,35 @@ async def test_a_request_that_waits_fails_with_those_that_are_held(serving, crow
     assert "generate 2" not in serving._llm.calls
 
 
-def test_an_engine_is_stuck_if_requests_run_without_a_token():
+def test_an_engine_is_quiet_while_requests_run_without_a_token():
     now = [0.0]
     progress = ProgressMonitor(lambda: now[0])
-    assert progress.stuck_s(0, 1) is None
-    now[0] = STUCK_TIMEOUT_S
-    assert progress.stuck_s(0, 1) is None
-    now[0] = STUCK_TIMEOUT_S + 1
-    assert progress.stuck_s(0, 1) == STUCK_TIMEOUT_S + 1
-    assert progress.stuck_s(1, 1) is None, "a token came"
-    now[0] += 2 * STUCK_TIMEOUT_S
-    assert progress.stuck_s(1, 0) is None, "nothing runs"
-    now[0] += STUCK_TIMEOUT_S
-    assert progress.stuck_s(1, 1) is None, "it has just begun"
+    assert progress.quiet_s(0, 1) == 0
+    now[0] = 30.0
+    assert progress.quiet_s(0, 1) == 30
+    assert progress.quiet_s(1, 1) == 0, "a token came"
+    now[0] += 30
+    assert progress.quiet_s(1, 0) == 0, "nothing runs"
+    now[0] += 30
+    assert progress.quiet_s(1, 1) == 30, "since something last did not run"
+
+
+async def test_an_engine_has_five_times_as_long_for_its_first_token(hollow):
+    """Kernels are compiled for the first request, and a second compilation would take as long."""
+    hollow._config = EngineConfig(stuck_timeout_s=180.0)
+    hollow._llm, now = FakeVllm(), [0.0]
+    hollow._progress = ProgressMonitor(lambda: now[0])
+    with hollow._track_running(asyncio.timeout(None)):
+        for num_tokens, limit_s in ((0, 900), (1, 180)):
+            hollow._num_finished_tokens = num_tokens
+            await hollow.check_health()
+            now[0] += limit_s
+            await hollow.check_health()
+            now[0] += 1
+            with pytest.raises(EngineLostError) as caught:
+                await hollow.check_health()
+            assert f"no token for its 1 requests in {limit_s + 1} s" in str(caught.value)
+            assert "engine.stuck_timeout_s=180" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,26 @@ def test_a_gpu_gets_no_cpu_variables_and_the_gpus_it_shares(monkeypatch):
     for name in ("VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    set_vllm_environment(EngineConfig(enforce_eager=False), on_gpu=True, gpus="")
+    set_vllm_environment(EngineConfig(), on_gpu=True, gpus="")
     assert not {"VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE"} & os.environ.keys()
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
     set_vllm_environment(EngineConfig(), on_gpu=True, gpus="2,3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_kernels_are_compiled_for_graphs_alone():
+    for is_eager, on_gpu in ((True, True), (True, False), (False, False)):
+        os.environ.pop("TORCH_COMPILE_DISABLE", None)
+        set_vllm_environment(EngineConfig(enforce_eager=is_eager), on_gpu=on_gpu)
+        assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
+
+
+def test_vllm_waits_for_starts_and_steps_as_long_as_the_run_does(monkeypatch):
+    monkeypatch.setenv("VLLM_ENGINE_READY_TIMEOUT_S", "7")
+    set_vllm_environment(EngineConfig(stuck_timeout_s=100.5), ready_timeout_s=3600.2)
+    assert os.environ["VLLM_ENGINE_READY_TIMEOUT_S"] == "3601"
+    assert os.environ["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"] == "503"
 
 
 def test_only_an_exact_engine_gets_the_folder_of_its_model(monkeypatch):

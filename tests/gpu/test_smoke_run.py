@@ -58,7 +58,7 @@ def test_the_smoke_run_from_warm_start_to_report(assets, tmp_path, overrides):
 @needs_gpus(2)
 def test_captured_graphs_sample_from_the_weights_that_arrived(assets, tmp_path):
     run_dir = tmp_path / "run"
-    overrides = [*asset_overrides(assets, run_dir), "parallel=single", "engine.enforce_eager=false"]
+    overrides = [*asset_overrides(assets, run_dir), "parallel=single"]
     steps, _ = trained(run_dir, *overrides, "optim.lr=0.01")
     for line in steps:
         assert line["mismatch/logp_mean_abs"] < 0.05

@@ -107,7 +107,9 @@ def folder(tmp_path_factory):
 def processes(ray_local, folder):
     config = TrainConfig(
         model=ModelConfig(path=str(folder)),
-        engine=EngineConfig(tensor_parallel_size=1),
+        # A fake engine answers a health check after its other calls: a slow machine is no dead
+        # engine.
+        engine=EngineConfig(tensor_parallel_size=1, stuck_timeout_s=600.0),
         # A tenth is the limit of a wait for a peer.
         cluster=ClusterConfig(num_engines=2, call_timeout_s=3000),
     )
@@ -171,8 +173,6 @@ class Sides:
 def sides(processes, monkeypatch):
     monkeypatch.setattr(ray, "kill", processes.set_aside)
     monkeypatch.setattr(engine_supervisor, "_CHECK_INTERVAL_S", 0.05)
-    # A fake engine answers a health check after its other calls: a slow machine is no dead engine.
-    monkeypatch.setattr(engine_supervisor, "ENGINE_TIMEOUT_S", 600.0)
     made = Sides(processes)
     yield made
     made.coordinator._supervisor.close()

@@ -24,8 +24,20 @@ class EngineConfig(Section, key="engine"):
     """Fraction of the GPU memory that vLLM may use."""
     max_num_seqs: Annotated[int, Range(at_least=1, at_most=65_536)] = 256
     """Maximum number of requests that run concurrently."""
-    enforce_eager: bool = True
+    enforce_eager: bool = False
     """Disable CUDA graphs; CPUs never use them."""
+    stuck_timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 180.0
+    """Time without a token although requests run, or without an answer to a health check, after
+    which an engine is lost and replaced. Until its first answer, for which kernels are compiled, it
+    has five times as long."""
+
+    def stuck_limit_s(self, *, has_answered: bool) -> float:
+        """Return the silence in seconds after which an engine is lost.
+
+        Args:
+            has_answered: Whether it has answered a request since its start.
+        """
+        return self.stuck_timeout_s if has_answered else 5 * self.stuck_timeout_s
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 A thread sends every engine a health check (`Engine.check_health`, which goes through vLLM's core)
 each `_CHECK_INTERVAL_S`. An engine is lost if it reports that it is dead, if its process is gone,
-or if it does not answer for `ENGINE_TIMEOUT_S`, not counting pauses of the thread
+or if it does not answer for `engine.stuck_timeout_s`, not counting pauses of the thread
 (`types.liveness`). Callers that notice a death first report it to the `GeneratorGroup`. Then
 
     lost -> new process starts -> new engine -> has the served weights -> gets requests
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
 
-ENGINE_TIMEOUT_S = 20.0
-"""Time in seconds without an answer after which an engine is lost."""
 _CHECK_INTERVAL_S = 1.0
 _SUPERVISOR_CLOSE_TIMEOUT_S = 5.0
 _logger = logging.getLogger(__name__)
@@ -75,7 +73,9 @@ class _HealthChecks:
         for index, (actor, call) in list(self.pending.items()):
             if call in ready:
                 reason = _death_reason(index, call)
-            elif (silence_s := self._liveness.seconds_since_heartbeat(index)) > ENGINE_TIMEOUT_S:
+            elif (
+                silence_s := self._liveness.seconds_since_heartbeat(index)
+            ) > self._engines.stuck_limit_s(index):
                 reason = f"it accepts requests but has not answered for {silence_s:.0f} s"
             else:
                 continue

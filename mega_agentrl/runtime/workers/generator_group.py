@@ -92,7 +92,7 @@ class EngineActor:
         """Start the engine without weights, and on shared GPUs put it to sleep.
 
         `model_path` is the folder of its configuration and tokenizer, `timeout_s` the timeout of
-        one request.
+        the start and of one request.
         """
         from mega_agentrl.generator.environment import set_vllm_environment
 
@@ -101,6 +101,7 @@ class EngineActor:
             self._config,
             on_gpu=self._on_gpu,
             deterministic=deterministic,
+            ready_timeout_s=timeout_s,
             gpus=self._gpus,
             exact_model=model_path if self._exact else "",
         )
@@ -150,6 +151,7 @@ class GeneratorGroup:
         """State of every engine."""
         self._version = 0
         self._num_running: Counter[int] = Counter()
+        self._has_answered: set[int] = set()
         self._is_closed = False
         self._has_started = False
         self._engine_of_prompt: dict[str, int] = {}
@@ -251,6 +253,10 @@ class GeneratorGroup:
             # Its memory must be free before the replacement starts.
             ray.kill(actor, no_restart=True)
 
+    def stuck_limit_s(self, index: int) -> float:
+        """Return the silence in seconds after which an engine is lost."""
+        return self._config.engine.stuck_limit_s(has_answered=index in self._has_answered)
+
     def respawn_engine(self, index: int) -> dict[str, Any]:
         """Start a new process for an engine, dead or alive; return its start for `wait_started`.
 
@@ -264,6 +270,7 @@ class GeneratorGroup:
         self.registry.disable_routing(index)
         self._forget_prompts(index)
         ray.kill(self._actors[index], no_restart=True)
+        self._has_answered.discard(index)
         self._actors[index] = self._spawn_actor(index)
         return dict([self._submit_engine_start(index)])
 
@@ -323,6 +330,7 @@ class GeneratorGroup:
                 if num_lost == _MAX_ENGINE_LOSSES_PER_REQUEST:
                     raise
             else:
+                self._has_answered.add(index)
                 return result
             finally:
                 self._num_running[index] -= 1

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from mega_agentrl.config.schema import TrainConfig
-from mega_agentrl.config.sections.runtime import ClusterConfig
+from mega_agentrl.config.sections.runtime import ClusterConfig, EngineConfig
 from mega_agentrl.runtime.remote_calls import (
     NoEngineLeftError,
     PolicyRankDiedError,
@@ -149,10 +149,11 @@ def processes(ray_local):
 @pytest.fixture
 def supervised(processes, request, monkeypatch):
     monkeypatch.setattr(module, "_CHECK_INTERVAL_S", 0.05)
-    # A slow machine is not taken for a dead engine.
-    monkeypatch.setattr(module, "ENGINE_TIMEOUT_S", 300.0)
     starts = getattr(request, "param", True)
-    config = TrainConfig(cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0))
+    config = TrainConfig(
+        cluster=ClusterConfig(num_engines=2, call_timeout_s=300.0),
+        engine=EngineConfig(stuck_timeout_s=300.0),  # a slow machine is not taken for a dead engine
+    )
     made = [processes.spawn(holds=True) for _ in range(2)]
     ray.get([engine.call.remote("check_health") for engine in made], timeout=300)
     engines = GeneratorGroup(made, config, lambda index: processes.spawn(starts=starts))
@@ -226,16 +227,29 @@ async def test_requests_wait_for_a_replacement_when_no_engine_is_left(supervised
     assert not old & set(await asyncio.gather(*running))
 
 
-async def test_stopped_engine_process_counts_as_lost(supervised, processes, monkeypatch):
+async def test_stopped_engine_process_counts_as_lost(supervised, processes):
     engines, _, _ = supervised
     stopped = engines.actor(1)
     pid = stopped.pid()
     processes.signal(stopped, signal.SIGSTOP)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "ENGINE_TIMEOUT_S", 2.0)
-        await until(lambda: engines.actor(1) is not stopped)
+    engines._config.engine.stuck_timeout_s = 0.5
+    await until(lambda: engines.actor(1) is not stopped)
+    engines._config.engine.stuck_timeout_s = 300.0
     await until(lambda: engines.routable_engines == [0, 1])
     assert not wait_until_gone([pid], 300)
+
+
+async def test_an_engine_is_given_more_time_until_it_has_answered_a_request(supervised):
+    engines, _, _ = supervised
+    engines._config.engine.stuck_timeout_s = 100.0
+    old = engines.actor(0)
+    assert engines.stuck_limit_s(0) == 500
+    while engines.stuck_limit_s(0) > 100:
+        await generate(engines, f"{next(Engine.numbers)}/0")
+    await engines._call_engine(0, "die")
+    await until(lambda: engines.actor(0) is not old)
+    assert engines.stuck_limit_s(0) == 500
+    engines._config.engine.stuck_timeout_s = 300.0
 
 
 async def test_engine_that_dies_while_another_starts_is_noticed(supervised, processes):
