@@ -12,8 +12,19 @@
 # export MEGA_AGENTRL_HEAD_ADDRESS=10.0.0.1
 # Additional options of `ray start` on every node:
 # export MEGA_AGENTRL_RAY_OPTIONS="--object-store-memory=50000000000"
-# A fast local disk for Ray's sockets and logs (a short path: socket paths may have 107 bytes):
+# A fast local disk for Ray's sockets and logs, and for compiled kernels (a short path: socket paths may
+# have 107 bytes):
 # export MEGA_AGENTRL_LOCAL_DIR=/local
+
+# Compiled kernels lie on each node: in a shared home, the ranks of all nodes would lock and write the same
+# files. The folder is kept for the next job.
+kernel_cache=${MEGA_AGENTRL_LOCAL_DIR:-${TMPDIR:-/tmp}}/mega_agentrl-kernels-$(id -u)
+mkdir -p -m 700 "$kernel_cache" 2>/dev/null
+[ -O "$kernel_cache" ] || kernel_cache=$(mktemp -d) # a folder that another user has made is not trusted
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$kernel_cache/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$kernel_cache/inductor}
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$kernel_cache/vllm}
+export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$kernel_cache/flashinfer}
 
 # Container in which the nodes' programs run, and the folders that they need (docs/containers.md):
 # export MEGA_AGENTRL_CONTAINER=/images/mega_agentrl.sqsh
