@@ -58,6 +58,9 @@ class RankActor:
         # torch reads these variables when it is imported.
         self._num_threads = num_threads_per_rank(config, _count_node_slots())
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
+        # By default each rank starts a process per core, up to 32, that compiles kernels. vLLM sets
+        # this variable in the engines itself.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(self._num_threads)
         # Read when CUDA starts. With one queue, kernels start in the order of their launch, so that
         # communication begins before the computation that it overlaps with.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -95,6 +95,16 @@ def test_cuda_starts_with_one_queue(group):
     assert list(answers.values()) == ["1", "1"]
 
 
+def test_a_rank_compiles_with_its_share_of_the_cores(group):
+    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    shares = [
+        list(group.gather("env", group.submit_to_ranks("environment", name)).values())
+        for name in names
+    ]
+    expected = str(max(1, len(os.sched_getaffinity(0)) // 4))  # half of them for two ranks
+    assert shares == [[expected] * 2] * 2
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_node_slots", "num_threads"),
     [(64, 8, 6), (4, 8, 12), (8, 1, 48), (1000, 1000, 1)],
