@@ -127,6 +127,9 @@ def own_names():
 
 
 OF_OTHERS = {
+    "_C",
+    "_accelerator_getAllocatorSettings",
+    "_accelerator_setAllocatorSettings",
     "_attn_implementation",
     "_cdata",
     "_dynamo",

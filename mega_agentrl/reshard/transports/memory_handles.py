@@ -18,14 +18,16 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import re
 import uuid
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterator, MutableMapping
 
 _local_device_tensors: MutableMapping[str, torch.Tensor] = WeakValueDictionary()
 """Device memory of this process by name; CUDA refuses to map a process's own memory."""
@@ -99,11 +101,12 @@ class MemfdMemory:
 
 
 class CudaIpcBuffer:
-    """Device memory from torch's caching allocator."""
+    """Device memory from torch's caching allocator, in a segment that does not expand."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._name = uuid.uuid4().hex
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        with without_expandable_segments():
+            self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         _local_device_tensors[self._name] = self.tensor
 
     def handle(self) -> bytes:
@@ -137,6 +140,25 @@ class CudaIpcMemory:
     def synchronize(self) -> None:
         """Wait for the current stream."""
         torch.cuda.current_stream(self._device).synchronize()
+
+
+@contextmanager
+def without_expandable_segments() -> Iterator[None]:
+    """Let torch's allocator use no expandable segment, whose memory has no CUDA IPC handle.
+
+    The allocator then also passes over free blocks of the segments that it has. Setting an option
+    resets those that are not named, so all of them are set.
+    """
+    settings: str = torch._C._accelerator_getAllocatorSettings()  # type: ignore[attr-defined]
+    fixed, num_changes = re.subn(r"(?i)(expandable_segments\s*:\s*)\w+", r"\g<1>False", settings)
+    if not num_changes:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(fixed)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)  # type: ignore[attr-defined]
 
 
 def _map_file(descriptor: int) -> torch.Tensor:

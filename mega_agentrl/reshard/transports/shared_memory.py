@@ -81,8 +81,7 @@ class ControlMessage:
         if len(packed) > _MESSAGE_BYTES:
             raise RuntimeError(
                 f"a memory handle of {len(self.handle)} bytes, expected at most "
-                f"{_MESSAGE_BYTES - _HEADER.size}; probable cause: an expandable segment of "
-                "torch's allocator with many parts"
+                f"{_MESSAGE_BYTES - _HEADER.size}"
             )
         return torch.frombuffer(bytearray(packed.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mega_agentrl.reshard.transports.memory_handles import CudaIpcMemory, MemfdMemory
+from mega_agentrl.reshard.transports.memory_handles import (
+    CudaIpcMemory,
+    MemfdMemory,
+    without_expandable_segments,
+)
 from tests.reshard.transports.ranks import ranks
 
 
@@ -14,6 +18,12 @@ def allocate(rank_state, memory, num_bytes):
     rank_state.saved[-1].tensor.fill_(7)
     memory.synchronize()
     return rank_state.saved[-1].handle()
+
+
+def allocate_although_segments_expand(rank_state, memory, num_bytes):
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch.empty(num_bytes, dtype=torch.uint8, device="cuda")  # leaves a free block of a segment
+    return allocate(rank_state, memory, num_bytes)
 
 
 def first_byte(rank_state):
@@ -38,6 +48,44 @@ def test_a_handle_that_now_means_another_file_is_refused():
     pid, number, _ = block.handle().decode().split()
     with pytest.raises(RuntimeError, match="expected reshard-other"):
         MemfdMemory().open(f"{pid} {number} reshard-other".encode())
+
+
+@pytest.fixture
+def allocator_settings():
+    before = torch._C._accelerator_getAllocatorSettings()
+    yield torch._C._accelerator_setAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            "max_split_size_mb:512,expandable_segments:True,roundup_power2_divisions:[256:1,512:2]",
+            "max_split_size_mb:512,expandable_segments:False,roundup_power2_divisions:[256:1,512:2]",
+        ),
+        ("expandable_segments:False", "expandable_segments:False"),
+        ("max_split_size_mb:512", "max_split_size_mb:512"),
+        ("", ""),
+    ],
+    ids=["expandable", "fixed", "other", "none"],
+)
+def test_segments_do_not_expand_while_shared_memory_is_allocated(
+    settings, expected, allocator_settings
+):
+    allocator_settings(settings)
+    with without_expandable_segments():
+        assert torch._C._accelerator_getAllocatorSettings() == expected
+    assert torch._C._accelerator_getAllocatorSettings() == settings
+
+
+@pytest.mark.gpu
+def test_device_memory_is_shared_although_segments_expand():
+    memory = CudaIpcMemory(torch.device("cuda", 0))
+    with ranks(1) as group:
+        tensor = memory.open(group.ask(0, allocate_although_segments_expand, memory, 50_000_000))
+        assert bool((tensor == 7).all())
+        del tensor
 
 
 @pytest.mark.gpu
