@@ -166,6 +166,7 @@ class MegatronModel:
             image_processor=ImageProcessor(config.model.path) if shape.vision else None,
             has_adapters=lora is not None,
             exact=exact,
+            options=config.model.megatron,
         )
         self.is_exact = exact
         self._adapters = {} if lora is None else self._attach_adapters(chunks, lora)

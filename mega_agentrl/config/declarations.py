@@ -224,11 +224,11 @@ def _parse(file: Path) -> ast.Module:
 
 def _find_decorators(definition: Definition, decorator: str) -> Iterator[ast.Call]:
     for node in definition.decorator_list:
-        if isinstance(node, ast.Call) and _last_name(node.func) == decorator:
+        if isinstance(node, ast.Call) and last_name(node.func) == decorator:
             yield node
 
 
-def _last_name(node: ast.expr) -> str:
+def last_name(node: ast.expr) -> str:
     """Return `b` for the expressions `b` and `a.b`, and an empty string for any other."""
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -245,7 +245,7 @@ def _read_literal(node: ast.expr, what: str) -> Any:
 
 def _read_keywords(call: ast.Call) -> dict[str, Any]:
     """Return the keyword arguments of a call."""
-    name = _last_name(call.func)
+    name = last_name(call.func)
     return {
         keyword.arg or "**": _read_literal(keyword.value, f"{keyword.arg} of {name}")
         for keyword in call.keywords
@@ -277,7 +277,7 @@ def _check_method(definition: ast.ClassDef, setting: CodeSetting) -> None:
     ]
     for method in methods:
         _check_arguments(method, setting.arguments)
-    if not methods and {_last_name(base) for base in definition.bases} <= {setting.base}:
+    if not methods and {last_name(base) for base in definition.bases} <= {setting.base}:
         raise _UnreadableError(f"{definition.name} does not define {setting.method}")
 
 
@@ -303,13 +303,13 @@ def _read_class_options(
     options: dict[str, Option] = {}
     others = {name: node for name, node in definitions.items() if node is not definition}
     for base in definition.bases:
-        base_class = others.get(_last_name(base))
+        base_class = others.get(last_name(base))
         if isinstance(base_class, ast.ClassDef):
             options |= _read_class_options(base_class, others)
     decorators = [
         node.func if isinstance(node, ast.Call) else node for node in definition.decorator_list
     ]
-    if "dataclass" not in map(_last_name, decorators):
+    if "dataclass" not in map(last_name, decorators):
         return options
     for statement, following in pairwise([*definition.body, ast.Pass()]):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
@@ -411,12 +411,12 @@ def _read_option(
     bounds = Range()
     if (
         isinstance(annotation, ast.Subscript)
-        and _last_name(annotation.value) == "Annotated"
+        and last_name(annotation.value) == "Annotated"
         and isinstance(annotation.slice, ast.Tuple)
     ):
         annotation, *marks = annotation.slice.elts
         for mark in marks:
-            if isinstance(mark, ast.Call) and _last_name(mark.func) == "Range":
+            if isinstance(mark, ast.Call) and last_name(mark.func) == "Range":
                 bounds = _read_range(mark)
     types = tuple(ast.unparse(annotation).split(" | ")) if annotation else ()
     return Option(

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _CODE_SETTINGS = (ESTIMATORS, LOSSES, BRANCHING_RULES)
 _HYDRA = "hydra"
-_AGENT_KEY = "rollout.agent"
-"""Setting whose entries may have entries at any depth."""
+_OPEN_KEYS = ("rollout.agent", "model.megatron", "optim.megatron", "engine.vllm")
+"""Settings whose entries may have entries at any depth."""
 _RUBRIC_KEY = "reward.rubric"
 _GLOBAL_PACKAGE = "# @package _global_"
 _field_types = cache(get_type_hints)  # uncached, evaluating the annotations takes seconds
@@ -48,12 +48,12 @@ _field_types = cache(get_type_hints)  # uncached, evaluating the annotations tak
 def register_schema() -> None:
     """Register the schema and the resolver of `configs/train.yaml` with Hydra, once per process.
 
-    Options of estimators, losses and branching rules, and arguments of the user's agent, are the
-    only dictionaries to which an override adds an entry without a `+`:
-    `algo.loss_options.clip_high=0.28`.
+    Options of estimators, losses and branching rules, arguments of the user's agent and fields of
+    Megatron-core and vLLM are the only dictionaries to which an override adds an entry without a
+    `+`: `algo.loss_options.clip_high=0.28`.
     """
     schema = OmegaConf.structured(TrainConfig)
-    for key in (*(setting.options_key for setting in _CODE_SETTINGS), _AGENT_KEY):
+    for key in (*(setting.options_key for setting in _CODE_SETTINGS), *_OPEN_KEYS):
         OmegaConf.set_struct(OmegaConf.select(schema, key), False)
     # OmegaConf refuses the whole numbers that a yaml file adds to a mapping of mappings of floats.
     # The schema checks the values.
@@ -107,7 +107,7 @@ def setting_type(key: str) -> FieldType | None:
     kind: FieldType | None = None
     for name in key.split("."):
         if kind is not None:
-            if kind.kind is not Any or not key.startswith(f"{_AGENT_KEY}."):
+            if kind.kind is not Any or not key.startswith(tuple(f"{one}." for one in _OPEN_KEYS)):
                 kind = kind.item if kind.kind is dict else None
         elif is_dataclass(hint := _field_types(section).get(name)) and isinstance(hint, type):
             section = hint

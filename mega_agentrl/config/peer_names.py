@@ -50,6 +50,8 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.megatron.expert_model_parallel_size": "`parallel.expert`",
     "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": "`parallel.expert_tensor`",
     "actor_rollout_ref.actor.megatron.sequence_parallel": "`parallel.sequence_parallel`",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.*": "`model.megatron`",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.*": "`optim.megatron`",
     "actor_rollout_ref.actor.megatron.*": "`parallel.tensor` and the other keys of `parallel`",
     "actor_rollout_ref.ref.*": "no setting: the reference has the layout of the policy; "
     "`model.reference_path` names another one",
@@ -67,6 +69,7 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.max_model_len": "`engine.max_model_len`",
     "actor_rollout_ref.rollout.max_num_seqs": "`engine.max_num_seqs`",
     "actor_rollout_ref.rollout.enforce_eager": "`engine.enforce_eager`",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.*": "`engine.vllm`",
     "actor_rollout_ref.rollout.dtype": "`model.dtype`",
     "actor_rollout_ref.rollout.calculate_log_probs": "always on: `algo.rollout_correction` uses "
     "them",
@@ -197,6 +200,7 @@ NEMO_RL_KEYS = {
     "policy.generation.vllm_cfg.gpu_memory_utilization": "`engine.gpu_memory_utilization`",
     "policy.generation.vllm_cfg.max_model_len": "`engine.max_model_len`",
     "policy.generation.vllm_cfg.enforce_eager": "`engine.enforce_eager`",
+    "policy.generation.vllm_kwargs.*": "`engine.vllm`",
     "data.max_input_seq_length": "`data.max_prompt_tokens`",
     "data.dataset_name": "`data.train`, a file",
     "data.train_data_path": "`data.train`",

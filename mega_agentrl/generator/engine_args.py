@@ -93,10 +93,9 @@ def engine_args(
         enforce_eager=config.enforce_eager or not on_gpu,
         enable_prefix_caching=not deterministic,
         enable_return_routed_experts=with_routes,
-        disable_log_stats=True,
         worker_extension_cls="mega_agentrl.generator.worker_extension.WorkerExtension",
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER_BACKEND),
-        **options,
+        **options | {"disable_log_stats": True} | config.vllm,
     )
 
 

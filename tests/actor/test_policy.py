@@ -153,6 +153,19 @@ def test_a_given_reference_stays_that_model_whatever_the_policy_does(run, batch,
     assert not torch.allclose(own, given, atol=1e-2)
 
 
+def test_a_users_fields_reach_megatrons_model_and_optimizer(checkpoints, train_config, lone_rank):
+    config = train_config(checkpoints[True])
+    config.model.megatron = {"attention_softmax_in_fp32": False}
+    config.optim.megatron = {"adam_eps": 0.5}
+    policy = PolicyRank(config, lone_rank)
+    try:
+        model = policy.megatron_model
+        assert [chunk.config.attention_softmax_in_fp32 for chunk in model.chunks] == [False]
+        assert {group["eps"] for group in model.optimizer._optimizer.param_groups} == {0.5}
+    finally:
+        policy.close()
+
+
 def test_a_run_that_only_evaluates_has_no_optimizer(checkpoints, train_config, lone_rank):
     config = train_config(checkpoints[True])
     config.total_steps, config.algo.kl_coef = 0, 0.1

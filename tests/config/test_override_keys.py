@@ -347,6 +347,20 @@ def test_arguments_of_the_agent_need_no_plus_at_any_depth():
     assert agent == {"_target_": "my_agent.py:Agent", "make": {"game": "chess"}}
 
 
+def test_fields_of_the_libraries_need_no_plus_at_any_depth():
+    register_schema()
+    overrides = [
+        "model.megatron.moe_permute_fusion=true",
+        "optim.megatron.adam_eps=1e-6",
+        "engine.vllm.compilation_config.cudagraph_mode=FULL",
+    ]
+    check_overrides(overrides, find_config_dir())
+    config = OmegaConf.to_object(compose_settings(overrides, find_config_dir()))
+    assert config.model.megatron == {"moe_permute_fusion": True}
+    assert config.optim.megatron == {"adam_eps": 1e-6}
+    assert config.engine.vllm == {"compilation_config": {"cudagraph_mode": "FULL"}}
+
+
 def test_a_value_of_another_type_in_a_file_is_refused_with_key_and_file(tmp_path):
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nsft: {lr: fast}\n")

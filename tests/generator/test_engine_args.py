@@ -1,11 +1,17 @@
 """Arguments that decide on the numbers."""
 
+from dataclasses import fields
+
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from mega_agentrl.config.checks.library_options import VLLM
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.sections.runtime import EngineConfig
+from mega_agentrl.generator import engine_args as engine_args_module
 from mega_agentrl.generator.engine_args import engine_args
 from tests.generator.vision_model import write_vision_model
 from tests.vision_models import VISION_FAMILIES
@@ -59,6 +65,33 @@ def test_an_engine_reserves_memory_for_images_that_fit_into_a_prompt(monkeypatch
         assert args.mm_processor_kwargs == {"max_pixels": 100 * 28 * 28}
         assert args.mm_device_do_normalize is False
         assert args.skip_mm_profiling is not is_gpu
+
+
+def test_a_users_fields_reach_vllm(model_folder):
+    options = {"kv_cache_dtype": "fp8", "compilation_config": {"cudagraph_mode": "PIECEWISE"}}
+    config = EngineConfig(max_model_len=512, vllm=options | {"block_size": 64})
+    args = engine_args(config, str(model_folder), seed=1)
+    assert (args.kv_cache_dtype, args.block_size) == ("fp8", 64)
+    assert args.compilation_config.cudagraph_mode is CUDAGraphMode.PIECEWISE
+    assert args.disable_log_stats
+
+
+def test_a_field_that_is_set_here_is_none_of_the_users(monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        engine_args_module, "AsyncEngineArgs", lambda **values: given.update(values)
+    )
+    for is_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        engine_args(EngineConfig(), "model", seed=1, pixels_per_token=28 * 28)
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    assert given.keys() - {"block_size", "disable_log_stats"} <= VLLM.owners.keys() <= known
+
+
+def test_graphs_are_the_default_on_gpus(monkeypatch):
+    for is_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        assert engine_args(EngineConfig(), "model", seed=1).enforce_eager is not is_gpu
 
 
 @pytest.mark.extended

@@ -18,6 +18,8 @@ family with images also needs its tower: a member of `VisionTower` with its sett
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
+from enum import EnumType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +54,7 @@ from mega_agentrl.reshard.mapping.model_mapping import (
 from mega_agentrl.reshard.mapping.model_shape import HeadKind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.actor.parallel.process_groups import ParallelGroups
     from mega_agentrl.actor.training.packing import MicroBatch
@@ -164,10 +166,12 @@ def build_transformer_config(
     tree_attention: TreeAttention = TreeAttention.auto,
     has_adapters: bool = False,
     exact: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
     """Build Megatron's configuration of the model on this rank.
 
-    With `exact` it is that of a model with `exact_layers`.
+    With `exact` it is that of a model with `exact_layers`. `options` are `model.megatron`: values
+    of fields that are not set here.
 
     Raises:
         ConfigError: If the model cannot be computed with the chosen attention on this device.
@@ -199,13 +203,11 @@ def build_transformer_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        # Packed micro-batches differ in length; Megatron then requires this dispatcher, even
-        # without experts.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
         # The loss is divided by a global count before the backward pass, so gradients are only
         # summed over data ranks, not rescaled.
         calculate_per_token_loss=True,
+        **_option_values(options or {}),
     )
     set_attention_factor(config, shape.rope)
     if exact:
@@ -215,6 +217,17 @@ def build_transformer_config(
         tree_attention, device.current_device(), dtype, shape.head_dim
     )
     return config
+
+
+def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's options, with members in place of the names of enumerations' members."""
+    # Packed micro-batches differ in length; Megatron then refuses its default dispatcher, even
+    # without experts.
+    values = {"moe_token_dispatcher_type": "alltoall", **options}
+    for field in fields(TransformerConfig):
+        if isinstance(field.type, EnumType) and isinstance(values.get(field.name), str):
+            values[field.name] = field.type[values[field.name]]
+    return values
 
 
 def _parallelism_options(groups: ParallelGroups, parallel: ParallelConfig) -> dict[str, Any]:
@@ -297,12 +310,13 @@ def build_model_chunks(
     image_processor: ImageProcessor | None = None,
     has_adapters: bool = False,
     exact: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> list[GPTModelChunk]:
     """Build this rank's `parallel.virtual_pipeline` chunks on its device, without weights.
 
     The head is `shape.head`, which may differ from that of the checkpoint. A model that sees images
     needs the processor of its folder. Adapters are added by `lora.attach_adapters`. With `exact`
-    the layers are those of `exact_layers`.
+    the layers are those of `exact_layers`. `options` are those of `build_transformer_config`.
     """
     assert (shape.vision is None) == (image_processor is None), "a tower needs its processor"
     config = build_transformer_config(
@@ -313,6 +327,7 @@ def build_model_chunks(
         tree_attention=tree_attention,
         has_adapters=has_adapters,
         exact=exact,
+        options=options,
     )
     chunks = [
         _build_model_chunk(shape, groups, config, chunk, exact=exact)

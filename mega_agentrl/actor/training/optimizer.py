@@ -185,7 +185,7 @@ class AdamOptimizer:
         for group in self._optimizer.param_groups:
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         for optimizer in self._chained_optimizers:
-            if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            if isinstance(optimizer.optimizer, torch.optim.Adam):  # AdamW is a subclass
                 for group in optimizer.optimizer.param_groups:
                     group.update(fused=True, foreach=False)
 
@@ -221,11 +221,11 @@ def _megatron_optimizer_config(
         weight_decay=settings.weight_decay,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
-        adam_eps=1e-8,
         clip_grad=settings.grad_clip,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        **settings.megatron,
     )
 
 
@@ -276,7 +276,7 @@ def _set_num_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """
     adam = optimizer.optimizer
     for group in adam.param_groups:
-        if not isinstance(adam, torch.optim.AdamW):
+        if not isinstance(adam, torch.optim.Adam):
             group["step"] = steps
             continue
         for master in group["params"]:

@@ -6,8 +6,8 @@ files are checked by `data/`, free space and cluster health by the preflight.
 
 Every error is a `ConfigError` with the key, its value, the expected value and a probable cause.
 
-To add a check: put it into the module of its subject (`algo`, `inputs`, `parallel`, `rollout`),
-call it here if it is a new function, and test it in `tests/config/checks`.
+To add a check: put it into the module of its subject (`algo`, `inputs`, `library_options`,
+`parallel`, `rollout`), call it here if it is a new function, and test it in `tests/config/checks`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mega_agentrl.config.checks.inputs import (
     check_report,
     check_reward,
 )
+from mega_agentrl.config.checks.library_options import check_library_options
 from mega_agentrl.config.checks.parallel import (
     check_colocation,
     check_lora,
@@ -90,6 +91,7 @@ def check_config(config: TrainConfig) -> None:
             "False with a text model, which has no vision tower",
             "the settings of a vision-language model",
         )
+    check_library_options(config)
     check_algo(config)
     check_staleness(config)
     check_colocation(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from mega_agentrl.config.enums import (
     Dtype,
@@ -63,6 +63,10 @@ class ModelConfig(Section, key="model"):
     """Leave the vision tower of a vision-language model as it is: it has no gradients and no
     optimizer state, and its activations are not kept. By default it is trained with the rest, as by
     verl's recipes."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Values for fields of megatron-core's `TransformerConfig` that no other setting sets, also of
+    critic and reward model: `model.megatron.moe_permute_fusion=true`. The preflight does not know
+    them."""
 
 
 @dataclass
@@ -137,6 +141,9 @@ class OptimConfig(Section, key="optim"):
     critic_lr: Annotated[float, Range(at_least=0, at_most=10)] = 1e-5
     """Constant learning rate of the critic (`algo.advantage=gae`); its other settings are the
     policy's."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Values for fields of megatron-core's `OptimizerConfig` that no other setting sets:
+    `optim.megatron.adam_eps=1e-6`."""
     critic_warmup_steps: Annotated[int, Range(at_least=0, at_most=MAX_STEPS, unit="steps")] = 0
     """RL steps at the start in which only the critic is updated."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from mega_agentrl.config.enums import TrackerName, TransportKind
 from mega_agentrl.config.errors import check_range
@@ -26,6 +26,10 @@ class EngineConfig(Section, key="engine"):
     """Maximum number of requests that run concurrently."""
     enforce_eager: bool = False
     """Disable CUDA graphs; CPUs never use them."""
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Values for fields of vLLM's `AsyncEngineArgs` that no other setting sets:
+    `engine.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY`. The preflight does not know
+    them."""
     stuck_timeout_s: Annotated[float, Range(above=0, at_most=MAX_TIMEOUT_S, unit="s")] = 180.0
     """Time without a token although requests run, or without an answer to a health check, after
     which an engine is lost and replaced. Until its first answer, for which kernels are compiled, it

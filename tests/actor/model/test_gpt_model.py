@@ -8,8 +8,11 @@ from itertools import pairwise
 import pytest
 import torch
 import transformers
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mega_agentrl.actor import device
+from mega_agentrl.actor.model import gpt_model
 from mega_agentrl.actor.model.gpt_model import (
     build_model_chunks,
     build_transformer_config,
@@ -17,6 +20,7 @@ from mega_agentrl.actor.model.gpt_model import (
     set_grad_sync_flags,
     wrap_with_ddp,
 )
+from mega_agentrl.config.checks.library_options import MEGATRON
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.errors import InputError
@@ -159,6 +163,35 @@ def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
     with pytest.raises(InputError) as caught:
         build_transformer_config(shape, one_rank, ParallelConfig(), torch.float32)
     assert (caught.value.name, caught.value.got) == ("num_experts_per_tok", 1)
+
+
+def test_a_users_fields_reach_megatrons_configuration(folders, one_rank):
+    shape = ModelShape.from_folder(folders("qwen3"))
+    options = {"attention_backend": "unfused", "attention_softmax_in_fp32": False}
+    (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32, options=options)
+    layer = model.decoder.layers[0].self_attention
+    assert layer.config.attention_backend is AttnBackend.unfused
+    assert layer.config.attention_softmax_in_fp32 is False
+    assert layer.config.moe_token_dispatcher_type == "alltoall"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "moe"])
+@pytest.mark.parametrize("recompute", Recompute)
+def test_a_field_that_is_set_here_is_none_of_the_users(
+    name, recompute, folders, one_rank, monkeypatch
+):
+    given = {}
+
+    class Recorder(TransformerConfig):
+        def __init__(self, **values):
+            given.update(values)
+            super().__init__(**values)
+
+    monkeypatch.setattr(gpt_model, "TransformerConfig", Recorder)
+    shape, layout = ModelShape.from_folder(folders(name)), ParallelConfig(recompute=recompute)
+    build_transformer_config(shape, one_rank, layout, torch.float32)
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert given.keys() - {"moe_token_dispatcher_type"} <= MEGATRON.owners.keys() <= known
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig
 
+from mega_agentrl.actor.training import optimizer as optimizer_module
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
+from mega_agentrl.config.checks.library_options import OPTIMIZER
 from mega_agentrl.errors import InputError
 from mega_agentrl.runtime.free_port import free_ports
 from tests.actor.training.optimizer_jobs import (
@@ -132,6 +136,38 @@ def test_chunks_wrapped_otherwise_are_refused(one_rank):
     with pytest.raises(InputError) as caught:
         AdamOptimizer([chunk], one_rank, SETTINGS, torch.float32, distributed=True)
     assert (caught.value.name, caught.value.got) == ("distributed", True)
+
+
+def test_a_field_that_is_set_here_is_none_of_the_users(one_rank, monkeypatch):
+    given = {}
+
+    def record(**values):
+        given.update(values)
+        return OptimizerConfig(**values)
+
+    monkeypatch.setattr(optimizer_module, "OptimizerConfig", record)
+    chunk = wrap(one_rank, distributed=False)
+    AdamOptimizer([chunk], one_rank, SETTINGS, torch.float32, distributed=False)
+    known = {field.name for field in fields(OptimizerConfig)}
+    assert given and given.keys() <= OPTIMIZER.owners.keys() <= known
+
+
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_a_users_fields_reach_adam_and_its_state_is_restored(one_rank, is_decoupled):
+    options = {"adam_eps": 0.5, "decoupled_weight_decay": is_decoupled}
+    chunk = wrap(one_rank, distributed=False)
+    settings = replace(SETTINGS, megatron=options)
+    optimizer = AdamOptimizer([chunk], one_rank, settings, torch.float32, distributed=False)
+    list(optimizer.state_shards())  # creates the state
+    optimizer.set_num_steps(3)
+    (adam,) = (one.optimizer for one in optimizer._chained_optimizers)
+    assert (
+        type(adam)
+        is optimizer.adam_class
+        is (torch.optim.AdamW if is_decoupled else torch.optim.Adam)
+    )
+    assert {group["eps"] for group in adam.param_groups} == {0.5}
+    assert {float(state["step"]) for state in adam.state.values()} == {3.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
