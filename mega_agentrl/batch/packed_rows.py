@@ -372,22 +372,30 @@ def pack_values(value_BT: torch.Tensor, row_R: np.ndarray, length_R: torch.Tenso
 
 
 def unpack_scores(
-    answers: Sequence[PackedScores | None], length_B: torch.Tensor, num_positions: int
+    answers: Sequence[PackedScores | None],
+    length_B: torch.Tensor,
+    num_positions: int,
+    is_scored_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of a forward pass for the whole batch, 0 after the end of a row.
+    """Return the outputs of a forward pass for the whole batch.
+
+    They are 0 after the end of a row, and in rows that no rank returns.
 
     Args:
         answers: Outputs of each rank; None from ranks that return none, such as those of other
             pipeline stages than the last.
         length_B: [B] int64 response lengths.
         num_positions: T, the response positions of the batch.
+        is_scored_B: [B] bool, the rows that the ranks must return; None for all.
 
     Returns:
         One [B, T] float32 tensor for each output.
     """
     parts = [part for part in answers if part is not None]
     numbers = sorted(int(row) for part in parts for row in part.row_R)
-    assert numbers == list(range(len(length_B))), "the ranks must return each row once"
+    asked = torch.ones_like(length_B) if is_scored_B is None else is_scored_B
+    missing = set(asked.nonzero().flatten().tolist()) - set(numbers)
+    assert not missing and len(numbers) == len(set(numbers)), "the ranks must return each row once"
     outputs = tuple(torch.zeros(len(length_B), num_positions) for _ in parts[0].values)
     for part in parts:
         index_R = torch.from_numpy(part.row_R.copy())

@@ -86,6 +86,9 @@ class RowSharder:
     """Number of attention scores that cost as much as the rest of the model for one token."""
     max_response_tokens: int | None = None
     """The constant of `algo.loss_aggregation=seq_sum_norm`; None if it is not used."""
+    keeps_order: bool = False
+    """Whether rows without signal change no sum: micro-batches are planned as if all rows counted,
+    and left out where none of their rows does."""
 
     @classmethod
     def from_config(cls, config: TrainConfig, pairs_per_token: float = float("inf")) -> RowSharder:
@@ -97,12 +100,21 @@ class RowSharder:
             num_multiple=parallel.pipeline if parallel.virtual_pipeline > 1 else 1,
             pairs_per_token=pairs_per_token,
             max_response_tokens=config.rollout.max_response_tokens,
+            keeps_order=config.deterministic,
         )
 
-    def scoring_shards(self, rows: PackedRows) -> list[ScoringShard]:
-        """Return what each data rank needs for a forward pass over all rows of a batch."""
+    def scoring_shards(
+        self, rows: PackedRows, is_scored_B: torch.Tensor | None = None
+    ) -> list[ScoringShard]:
+        """Return what each data rank needs for a forward pass over the rows of a batch.
+
+        Args:
+            rows: All rows of the batch.
+            is_scored_B: [B] bool, False for rows to leave out; None to leave out none.
+        """
         shards = []
-        for micros in self._plan(self._input_lengths(rows), range(rows.num_rows)):
+        is_read_R = np.ones(rows.num_rows, dtype=bool)
+        for micros in self._plan_pass(rows, is_read_R, is_scored_B):
             indices = sorted(index for micro in micros for index in micro)
             shards.append(
                 ScoringShard(rows=rows.take(indices), micros=_local_indices(micros, indices))
@@ -119,6 +131,7 @@ class RowSharder:
         targets: Sequence[str] = (),
         kl_weight_BT: torch.Tensor | None = None,
         scored: Sequence[ScoringShard] | None = None,
+        has_signal_B: torch.Tensor | None = None,
     ) -> list[UpdateShard]:
         """Return what each data rank needs for an update.
 
@@ -131,13 +144,16 @@ class RowSharder:
             targets: Fields of the batch that the objective reads, such as `POLICY_TARGETS`.
             kl_weight_BT: [B, T] weight of each token's KL term; None for `algo.kl_coef`.
             scored: What each data rank was sent for scoring; None if the batch was not scored.
+            has_signal_B: [B] bool, False for rows to leave out, whose loss is 0. They count in the
+                denominators, and a step without any other row has an empty micro-batch. None to
+                train on all rows.
         """
         lengths = self._input_lengths(rows)
         plans, denominators = [], []
         for mask_BT in step_masks:
-            indices = np.flatnonzero(mask_BT.any(dim=1).numpy()[rows.row_R]).tolist()
-            if indices:
-                plans.append(self._plan(lengths, indices))
+            is_trained_R = mask_BT.any(dim=1).numpy()[rows.row_R]
+            if is_trained_R.any():
+                plans.append(self._plan_pass(rows, is_trained_R, has_signal_B))
                 denominator = loss_denominator(
                     mask_BT,
                     aggregation,
@@ -174,6 +190,40 @@ class RowSharder:
             )
         return shards
 
+    def num_spared_tokens(
+        self, batch: TrainBatch, rows: PackedRows, shards: Sequence[UpdateShard]
+    ) -> int:
+        """Return the number of tokens that the model would have read in the rows left out.
+
+        Tokens that rows share count once. Arguments as in `update_shards`, and its result.
+        """
+        lengths = self._input_lengths(rows)
+        is_trained_R = batch.mask_BT.any(dim=1).numpy()[rows.row_R]
+        is_read_R = np.isin(rows.row_R, np.concatenate([shard.row_R for shard in shards]))
+        trained, read = np.flatnonzero(is_trained_R), np.flatnonzero(is_read_R)
+        return lengths.num_tokens(trained.tolist()) - lengths.num_tokens(read.tolist())
+
+    def _plan_pass(
+        self, rows: PackedRows, is_read_R: np.ndarray, has_signal_B: torch.Tensor | None
+    ) -> list[MicroPlan]:
+        """Return the micro-batches of each data rank, as indices in `rows`.
+
+        Args:
+            rows: All rows of the batch.
+            is_read_R: [R] bool, the rows of the pass.
+            has_signal_B: [B] bool, False for rows to leave out; None to leave out none.
+        """
+        lengths = self._input_lengths(rows)
+        if has_signal_B is None:
+            return self._plan(lengths, np.flatnonzero(is_read_R).tolist())
+        has_signal_R = is_read_R & has_signal_B.numpy()[rows.row_R]
+        if self.keeps_order:
+            plan = self._plan(lengths, np.flatnonzero(is_read_R).tolist())
+            return _leave_out(plan, has_signal_R, self.num_multiple)
+        if not has_signal_R.any():
+            return [((),) * self.num_multiple] * self.num_data
+        return self._plan(lengths, np.flatnonzero(has_signal_R).tolist())
+
     def _input_lengths(self, rows: PackedRows) -> InputLengths:
         return InputLengths(
             length_R=rows.input_length_R,
@@ -204,6 +254,24 @@ def load_imbalance(shards: Sequence[UpdateShard]) -> float:
     costs = [[step.cost for step in shard.steps] for shard in shards]
     total = sum(map(sum, costs))
     return sum(map(max, zip(*costs, strict=True))) * len(shards) / total if total else 1.0
+
+
+def _leave_out(
+    plan: Sequence[MicroPlan], has_signal_R: np.ndarray, num_multiple: int
+) -> list[MicroPlan]:
+    """Return a plan without the micro-batches in which no data rank has a row with signal.
+
+    All data ranks keep the same ones, so that they have equally many, a multiple of `num_multiple`.
+    """
+    positions = range(len(plan[0]))
+    has_signal = [
+        any(has_signal_R[index] for micros in plan for index in micros[position])
+        for position in positions
+    ]
+    num_kept = max(1, -(-sum(has_signal) // num_multiple)) * num_multiple
+    # A stable sort: those with signal first, and as many of the others as the multiple needs.
+    kept = sorted(sorted(positions, key=lambda position: not has_signal[position])[:num_kept])
+    return [tuple(micros[position] for position in kept) for micros in plan]
 
 
 def _local_indices(micros: MicroPlan, numbers: Sequence[int]) -> MicroPlan:

@@ -71,6 +71,9 @@ class EstimatorTraits:
     """Whether the tokens of a trajectory have equal advantages unless a KL is in the reward."""
     supports_kl_in_reward: bool = False
     """Whether it subtracts the KL from the rewards with `algo.kl_placement=reward`."""
+    equal_rewards_give_zero: bool = False
+    """Whether all advantages of a group with equal rewards are 0, whatever the policy's log-probs
+    and entropies are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +89,8 @@ class LossTraits:
     """
     needs_whole_rows: bool = False
     """Whether a token's loss depends on the other tokens of its row."""
+    is_zero_without_advantage: bool = False
+    """Whether the loss and its gradient are 0 for a row whose advantages are all 0."""
 
     @property
     def needs_uncut_rows(self) -> bool:

@@ -225,10 +225,15 @@ class Coordinator:
         with self._operation("compute_log_probs"):
             return self._policy.compute_log_probs(batch)
 
-    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+    def update(
+        self,
+        batch: TrainBatch,
+        kl_weight_BT: torch.Tensor | None = None,
+        has_signal_B: torch.Tensor | None = None,
+    ) -> UpdateStats:
         """Train on the batch like `PolicyGroup.update`, and return the stats of rank 0."""
         with self._operation("update"):
-            return self._policy.update(batch, kl_weight_BT)
+            return self._policy.update(batch, kl_weight_BT, has_signal_B)
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:
         """Train on a batch of demonstrations."""

@@ -289,7 +289,7 @@ def add_importance_weights(
     weight_BT, info = importance_weights(
         _require_field(batch, "old_logp_BT", f"algo.rollout_correction={algo.rollout_correction}"),
         batch.rollout_logp_BT,
-        batch.mask_BT,
+        _scored_mask(batch),
         level=level,
         mode=IMPORTANCE_WEIGHT_MODES[rule],
         cap=algo.rollout_correction_cap,
@@ -320,19 +320,26 @@ def check_zero_mismatch(batch: TrainBatch) -> None:
 
 
 def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return how far the engine and the policy are apart on trained tokens, under `mismatch/`.
+    """Return how far engine and policy are apart on tokens that both scored, under `mismatch/`.
 
     The metrics of `algo.correction.logprob_mismatch`, on log-probs and probabilities, and the mean
     and maximum absolute difference of the entropies in nats.
     """
     assert batch.old_logp_BT is not None and batch.entropy_BT is not None
-    mask_BT = batch.mask_BT
+    mask_BT = _scored_mask(batch)
     entropy_gap_BT = (batch.rollout_entropy_BT - batch.entropy_BT).abs().masked_fill(~mask_BT, 0.0)
     metrics = logprob_mismatch(batch.old_logp_BT, batch.rollout_logp_BT, mask_BT)
     return {f"mismatch/{name}": float(value) for name, value in metrics.items()} | {
         "mismatch/entropy_mean_abs": float(masked_mean(entropy_gap_BT, mask_BT)),
         "mismatch/entropy_max_abs": float(entropy_gap_BT.max()),
     }
+
+
+def _scored_mask(batch: TrainBatch) -> torch.Tensor:
+    """Return the tokens to train on in rows that the policy has scored, [B, T] bool."""
+    if batch.is_scored_B is None:
+        return batch.mask_BT
+    return batch.mask_BT & batch.is_scored_B.unsqueeze(1)
 
 
 def _masked_fraction(condition: torch.Tensor, mask: torch.Tensor) -> float:

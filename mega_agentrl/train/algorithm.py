@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.enums import AresMode, FilterMetric, KlPlacement
+from mega_agentrl.config.enums import AresMode, FilterMetric, KlPlacement, RouterReplay
 from mega_agentrl.rollout.groups.scoring import valid_scores
 from mega_agentrl.train.advantages import (
     add_advantages,
@@ -32,6 +32,7 @@ from mega_agentrl.train.ares.shaping import (
     update_controllers,
 )
 from mega_agentrl.train.controllers import adaptive_kl_weights, initial_controllers, update_kl
+from mega_agentrl.train.row_signal import rows_to_score, rows_with_signal
 from mega_agentrl.train.trajectory_rows import count_trained_trajectories
 
 if TYPE_CHECKING:
@@ -54,6 +55,8 @@ class TrainInputs:
     """[B, T] float32 weight of each token's KL; None uses `algo.kl_coef` throughout."""
     ares_step: AresStep | None
     """Statistics and rewards of ARES; None without it."""
+    has_signal_B: torch.Tensor | None = None
+    """[B] bool, the rows to train on; None for all (`row_signal`)."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -69,6 +72,16 @@ class Algorithm:
         self._components = components
         self._config = config
         self._exclude_mastered_prompts()
+
+    def select_rows_to_score(self, batch: TrainBatch) -> TrainBatch:
+        """Fill `is_scored_B` of a batch that has all of its rewards, if they say which rows count.
+
+        A proof that engine and policy agree, and routes that are recorded, are about all rows.
+        """
+        model = self._config.model
+        if model.zero_mismatch or model.router_replay is RouterReplay.old:
+            return batch
+        return batch.with_fields(is_scored_B=rows_to_score(batch, self._config.algo))
 
     def compute_advantages(self, rollout_batch: RolloutBatch, batch: TrainBatch) -> TrainInputs:
         """Shape the rewards of a scored batch; add importance weights, advantages and KL weights.
@@ -110,6 +123,7 @@ class Algorithm:
         return TrainInputs(
             batch=batch,
             kl_weight_BT=kl_weight_BT if is_in_loss else None,
+            has_signal_B=rows_with_signal(batch, algo),
             ares_step=ares_step,
             metrics=correction_metrics | advantage_metrics,
         )

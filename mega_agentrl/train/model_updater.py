@@ -45,15 +45,15 @@ class ModelUpdater:
             `critic/return_mean`, `critic/grad_norm`, `critic/num_skipped_steps` (non-finite
             gradients) and `critic/is_warmup` (1 if the policy was not updated).
         """
-        policy, critic = self._components.policy, self._components.critic
+        critic = self._components.critic
         if critic is None:
-            return policy.update(train_inputs.batch, train_inputs.kl_weight_BT), {}
+            return self._update_policy(train_inputs), {}
         critic_stats = critic.update(train_inputs.batch)
         is_warmup = step <= self._config.optim.critic_warmup_steps
         policy_stats = (
             self._skipped_update_stats()
             if is_warmup
-            else policy.update(train_inputs.batch, train_inputs.kl_weight_BT)
+            else self._update_policy(train_inputs)
         )
         return policy_stats, {
             "critic/loss": critic_stats.metrics["value_loss"],
@@ -65,6 +65,11 @@ class ModelUpdater:
             "critic/num_skipped_steps": float(critic_stats.num_skipped_steps),
             "critic/is_warmup": float(is_warmup),
         }
+
+    def _update_policy(self, train_inputs: TrainInputs) -> UpdateStats:
+        return self._components.policy.update(
+            train_inputs.batch, train_inputs.kl_weight_BT, train_inputs.has_signal_B
+        )
 
     def sync_weights(self) -> Mapping[str, float]:
         """Send the policy's weights to the engines as their next version; return metrics."""

@@ -1,6 +1,7 @@
 """Rewards that arrive after the rollout, from functions and models in other processes.
 
-Without a group filter they are computed while the policy does its log-prob pass. `RewardResolver`
+Without a group filter they are computed while the policy does its log-prob pass; where none is
+missing, the rows without signal are known before it (`row_signal`). `RewardResolver`
 waits for them, fills `reward_B` and the trees' scores, and adds the score of a reward model in a
 folder, which reads whole batches. A trajectory without a reward is masked from the loss and counted
 in `reward/failed_fraction`.
@@ -32,6 +33,10 @@ class RewardResolver:
 
     def __init__(self, components: Components) -> None:
         self._components = components
+
+    def are_known(self, rollout_batch: RolloutBatch) -> bool:
+        """Return whether all rewards of a step are there, so that `resolve` waits for nothing."""
+        return not rollout_batch.pending_scores and self._components.reward_model is None
 
     def resolve(self, rollout_batch: RolloutBatch, batch: TrainBatch) -> TrainBatch:
         """Return the batch with all of its rewards; the trees are scored in place.

@@ -84,8 +84,12 @@ class Trainer:
         rollouts = self._interruptible("rollout", self.rollouts.collect, step)
         self.profiler.start(step)
         batch = self._interruptible("rollout", self._pack, rollouts.trees)
+        if has_rewards := self.rewards.are_known(rollouts):
+            batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
+            batch = self.algorithm.select_rows_to_score(batch)
         batch = self._interruptible("logprob", self.policy.compute_log_probs, batch)
-        batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
+        if not has_rewards:
+            batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
         self.failure_guard.check_step(step, count_failures(rollouts.finished_trees))
         compute_advantages = self.algorithm.compute_advantages
         inputs = self._interruptible("advantage", compute_advantages, rollouts, batch)

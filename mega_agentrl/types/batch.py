@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mega_agentrl.types.routes import TokenRoutes
 
 _TUPLE_FIELDS = ("prompt_ids", "images_B", "routes_B")
+_BOOL_FIELDS = ("mask_BT", "is_scored_B")
 _INT64_FIELDS = (
     "response_BT",
     "length_B",
@@ -61,9 +62,11 @@ class TrainBatch:
     version_BT: torch.Tensor
     """[B, T] int64 weight version that sampled each token."""
     old_logp_BT: torch.Tensor | None = None
-    """[B, T] float32 log-probs of the policy before the update."""
+    """[B, T] float32 log-probs of the policy before the update, 0 in rows that are not scored.
+    """
     entropy_BT: torch.Tensor | None = None
-    """[B, T] float32 entropies in nats of the policy before the update."""
+    """[B, T] float32 entropies in nats of the policy before the update, 0 in rows that are not
+    scored."""
     ref_logp_BT: torch.Tensor | None = None
     """[B, T] float32 log-probs of the reference policy."""
     advantage_BT: torch.Tensor | None = None
@@ -91,6 +94,9 @@ class TrainBatch:
     None if no row has any."""
     baseline_B: torch.Tensor | None = None
     """[B] float32 reward of the greedy answer to the row's prompt (ReMax), NaN where it failed."""
+    is_scored_B: torch.Tensor | None = None
+    """[B] bool, False for rows that the policy does not score, because their advantages are 0
+    (`train.row_signal`); None if it scores all rows."""
 
     def __post_init__(self) -> None:
         if self.response_BT.ndim != 2:
@@ -160,7 +166,7 @@ class UpdateStats:
 
 
 def _check_dtype(name: str, got: torch.dtype) -> None:
-    if name == "mask_BT":
+    if name in _BOOL_FIELDS:
         is_right, expected = got == torch.bool, "torch.bool"
     elif name in _INT64_FIELDS:
         is_right, expected = got == torch.int64, "torch.int64"

@@ -290,8 +290,16 @@ class Policy(Protocol):
     def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Fill `old_logp_BT`, `entropy_BT` and, with a reference, `ref_logp_BT`."""
 
-    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
-        """Run one policy-gradient update; needs `advantage_BT` and `old_logp_BT`."""
+    def update(
+        self,
+        batch: TrainBatch,
+        kl_weight_BT: torch.Tensor | None = None,
+        has_signal_B: torch.Tensor | None = None,
+    ) -> UpdateStats:
+        """Run one policy-gradient update; needs `advantage_BT` and `old_logp_BT`.
+
+        Rows without signal have no loss; the policy leaves them out.
+        """
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:
         """Run one maximum-likelihood step on the masked tokens."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mega_agentrl.batch.micro_batching import minibatch_masks
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder, load_imbalance
+from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.policy import OptimConfig, ParallelConfig
 from tests.parallel.reference import make_batch
@@ -123,3 +125,61 @@ def test_the_sharder_of_a_run_has_its_layout():
     assert RowSharder.from_config(config).num_multiple == 1
     # Tensor ranks first, then context, data and pipeline.
     assert [config.parallel.data_rank(rank) for rank in (0, 5, 6, 23, 24, 30)] == [0, 0, 1, 3, 0, 1]
+
+
+def leave_out(batch, sharder, has_signal, num_steps=1):
+    rows = PackedRows.from_batch(batch)
+    shards = sharder.update_shards(
+        batch,
+        minibatch_masks(batch, num_steps),
+        rows=rows,
+        aggregation="token_mean",
+        has_signal_B=torch.tensor(has_signal),
+    )
+    return shards, sharder.num_spared_tokens(batch, rows, shards)
+
+
+def test_rows_without_signal_are_left_out_and_count_in_the_denominator():
+    # The model reads 11, 12, 8, 7, 10 and 9 tokens; row 3 is not trained on.
+    batch = make_batch()
+    sharder = RowSharder(num_data=2, budget_tokens=24, num_multiple=1)
+    shards, num_spared = leave_out(batch, sharder, [True, False, True, True, False, True])
+    assert [shard.row_R.tolist() for shard in shards] == [[0], [2, 5]]
+    assert num_spared == 12 + 10
+    assert {step.denominator for shard in shards for step in shard.steps} == {
+        float(batch.mask_BT.sum())
+    }
+
+
+def test_a_step_without_signal_is_taken_with_empty_micro_batches():
+    sharder = RowSharder(num_data=2, budget_tokens=24, num_multiple=2)
+    shards, num_spared = leave_out(make_batch(), sharder, [False] * 6, num_steps=2)
+    assert [[step.micros for step in shard.steps] for shard in shards] == [[((), ()), ((), ())]] * 2
+    assert num_spared == 11 + 12 + 8 + 10 + 9
+    assert load_imbalance(shards) == 1
+
+
+def test_tokens_that_are_shared_with_a_row_that_counts_are_not_spared():
+    # The first tree has inputs of 11, and 5, 1 and 2 more tokens; the third row alone reads 12.
+    batch = make_tree_batch()
+    batch = batch.with_fields(mask_BT=torch.ones_like(batch.mask_BT) & (batch.length_B > 0)[:, None])
+    sharder = RowSharder(num_data=1, budget_tokens=60, num_multiple=1)
+    _, num_spared = leave_out(batch, sharder, [False, False, True, False] + [True] * 4)
+    tree = row_lengths(batch)
+    alone = int(tree.length_R[tree.row_R == 2][0]) - 1
+    assert num_spared == 19 - alone
+
+
+@pytest.mark.parametrize("num_multiple", [1, 2])
+def test_in_order_all_data_ranks_leave_out_the_same_micro_batches(num_multiple):
+    batch = make_batch()
+    sharder = RowSharder(num_data=2, budget_tokens=12, num_multiple=num_multiple, keeps_order=True)
+    whole, _ = leave_out(batch, sharder, [True] * 6)
+    rows_of = [
+        [[shard.row_R[i] for i in micro] for micro in shard.steps[0].micros] for shard in whole
+    ]
+    # Only rows of the first micro-batch of the first rank count.
+    has_signal = [row in rows_of[0][0] for row in range(6)]
+    shards, _ = leave_out(batch, sharder, has_signal)
+    got = [[[shard.row_R[i] for i in micro] for micro in shard.steps[0].micros] for shard in shards]
+    assert got == [micros[:num_multiple] for micros in rows_of]

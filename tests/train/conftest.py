@@ -37,7 +37,7 @@ class FakePolicy(FilePolicy):
             old_logp_BT=batch.rollout_logp_BT + self.gap, entropy_BT=batch.rollout_entropy_BT
         )
 
-    def update(self, batch, kl_weight_BT=None):
+    def update(self, batch, kl_weight_BT=None, has_signal_B=None):
         assert batch.advantage_BT is not None
         self.calls.append("update")
         return self._stats(int(batch.mask_BT.sum()))

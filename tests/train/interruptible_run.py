@@ -99,7 +99,7 @@ class LearningPolicy(FilePolicy):
             entropy_BT=batch.rollout_entropy_BT,
         )
 
-    def update(self, batch, kl_weight_BT=None):
+    def update(self, batch, kl_weight_BT=None, has_signal_B=None):
         self._moments.pass_by("update")
         self.weight += float((batch.reward_B + batch.advantage_BT.abs().sum(1)).mean())
         if kl_weight_BT is not None:

@@ -176,11 +176,11 @@ def test_steps_are_collected_up_to_the_bound_while_an_earlier_one_learns(
     class Waiting(FakePolicy):
         num_updates = 0
 
-        def update(self, batch, kl_weight_BT=None):
+        def update(self, batch, kl_weight_BT=None, has_signal_B=None):
             self.num_updates += 1
             ahead = min(self.num_updates + staleness, 5)
             assert sampled[ahead].wait(DEADLINE_S), f"step {ahead} is not sampled meanwhile"
-            return super().update(batch, kl_weight_BT)
+            return super().update(batch, kl_weight_BT, has_signal_B)
 
     components.generator, components.policy = Watching(), Waiting()
     lines = steps_of(components, config, staleness=staleness)
@@ -208,9 +208,9 @@ def test_requests_in_flight_are_not_waited_for_and_no_token_is_older_than_the_bo
     generator = HeldGenerator()
 
     class Waiting(FakePolicy):
-        def update(self, batch, kl_weight_BT=None):
+        def update(self, batch, kl_weight_BT=None, has_signal_B=None):
             assert generator.holds_second_step.wait(DEADLINE_S), "step 2 is not sampled meanwhile"
-            return super().update(batch, kl_weight_BT)
+            return super().update(batch, kl_weight_BT, has_signal_B)
 
     components.generator, components.policy = generator, Waiting()
     lines = steps_of(components, config, staleness=staleness)

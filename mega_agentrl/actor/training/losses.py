@@ -88,6 +88,7 @@ def register_loss(
     per_trajectory: bool = False,
     needs_whole_turns: bool = False,
     needs_whole_rows: bool = False,
+    is_zero_without_advantage: bool = False,
 ) -> Callable[[LossFunctionT], LossFunctionT]:
     """Register the decorated function as the loss `name` with the traits of `LossTraits`."""
     traits = LossTraits(
@@ -95,6 +96,7 @@ def register_loss(
         per_trajectory=per_trajectory,
         needs_whole_turns=needs_whole_turns,
         needs_whole_rows=needs_whole_rows,
+        is_zero_without_advantage=is_zero_without_advantage,
     )
 
     def register(function: LossFunctionT) -> LossFunctionT:
@@ -128,7 +130,11 @@ def load_user_loss(reference: str) -> RegisteredLoss:
     return records[-1]
 
 
-@register_loss("clipped", metrics=("clipfrac", "clipfrac_lower", "approx_kl"))
+@register_loss(
+    "clipped",
+    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
+    is_zero_without_advantage=True,
+)
 def _clipped(
     *tensors: torch.Tensor,
     clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.2,
@@ -148,7 +154,11 @@ def _clipped(
     )
 
 
-@register_loss("balanced", metrics=("clipfrac", "clipfrac_lower", "approx_kl"))
+@register_loss(
+    "balanced",
+    metrics=("clipfrac", "clipfrac_lower", "approx_kl"),
+    is_zero_without_advantage=True,
+)
 def _balanced(
     *tensors: torch.Tensor,
     clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.2,
@@ -168,7 +178,12 @@ def _balanced(
     )
 
 
-@register_loss("gspo", metrics=("clipfrac", "approx_kl"), per_trajectory=True)
+@register_loss(
+    "gspo",
+    metrics=("clipfrac", "approx_kl"),
+    per_trajectory=True,
+    is_zero_without_advantage=True,
+)
 def _gspo(
     *tensors: torch.Tensor,
     clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.2,
@@ -184,7 +199,7 @@ def _gspo(
     return policy_loss.gspo(*tensors, clip_low=clip_low, clip_high=clip_high)
 
 
-@register_loss("cispo", metrics=("clipfrac", "approx_kl"))
+@register_loss("cispo", metrics=("clipfrac", "approx_kl"), is_zero_without_advantage=True)
 def _cispo(
     *tensors: torch.Tensor,
     clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.2,
@@ -200,7 +215,12 @@ def _cispo(
     return policy_loss.cispo(*tensors, clip_low=clip_low, clip_high=clip_high)
 
 
-@register_loss("atpo", metrics=("clipfrac", "approx_kl"), needs_whole_turns=True)
+@register_loss(
+    "atpo",
+    metrics=("clipfrac", "approx_kl"),
+    needs_whole_turns=True,
+    is_zero_without_advantage=True,
+)
 def _atpo(
     *tensors: torch.Tensor,
     clip_low: Annotated[float, Range(above=0, at_most=1)] = 0.003,
@@ -220,6 +240,7 @@ def _atpo(
     "future_kl",
     metrics=("clipfrac", "clipfrac_lower", "approx_kl", "future_weight"),
     needs_whole_rows=True,
+    is_zero_without_advantage=True,
 )
 def _future_kl(
     *tensors: torch.Tensor,

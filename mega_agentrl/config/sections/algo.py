@@ -207,3 +207,18 @@ class AlgoConfig(Section, key="algo"):
         ARES has one even if `kl_coef` is 0, because its KL weights grow.
         """
         return self.kl_coef > 0 or self.ares.mode is not AresMode.off
+
+    @property
+    def is_zero_without_advantage(self) -> bool:
+        """Whether the loss of a row whose advantages are all 0 is 0, with all of its terms."""
+        has_kl_term = self.needs_reference and self.kl_placement is KlPlacement.loss
+        return self.loss_traits.is_zero_without_advantage and not (has_kl_term or self.entropy_coef)
+
+    @property
+    def has_signal_from_rewards(self) -> bool:
+        """Whether a group has advantages other than 0 only if its rewards differ.
+
+        EGPO's bonus is bounded by the advantage, but it reads entropies, as AEPO's scale does.
+        """
+        reads_scores = self.egpo.lam or self.entropy_advantage_weight or self.needs_reference
+        return self.estimator.equal_rewards_give_zero and not reads_scores

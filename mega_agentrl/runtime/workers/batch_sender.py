@@ -53,6 +53,8 @@ class BatchSender:
         self._scored_batch: _ScoredBatch | None = None
         self.load_imbalance = 1.0
         """Cost of the costliest data rank in the last update over the mean (`load_imbalance`)."""
+        self.num_spared_tokens = 0
+        """Tokens that the last update left out (`RowSharder.num_spared_tokens`)."""
 
     @cached_property
     def _sharder(self) -> RowSharder:
@@ -60,9 +62,9 @@ class BatchSender:
         return RowSharder.from_config(self._config, pairs_per_token(shape))
 
     def send_for_scoring(self, batch: TrainBatch) -> list[tuple[Any]]:
-        """Return for each data rank the reference to its `ScoringShard`."""
+        """Return for each data rank the reference to its `ScoringShard`, rows of `is_scored_B`."""
         rows = self._pack(batch)
-        shards = self._sharder.scoring_shards(rows)
+        shards = self._sharder.scoring_shards(rows, batch.is_scored_B)
         refs = [self._put(shard) for shard in shards]
         self._scored_batch = _ScoredBatch(
             response=weakref.ref(batch.response_BT), rows=rows, shards=shards, refs=refs
@@ -80,6 +82,7 @@ class BatchSender:
         targets: Sequence[str],
         aggregation: str,
         kl_weight_BT: torch.Tensor | None = None,
+        has_signal_B: torch.Tensor | None = None,
     ) -> list[tuple[Any, Any]]:
         """Return for each data rank the references to its `UpdateShard` and `ScoringShard`.
 
@@ -93,16 +96,19 @@ class BatchSender:
             or (scored.rows.routes is None and batch.routes_B is not None)
         ):
             scored = None
+        rows = self._pack(batch) if scored is None else scored.rows
         shards = self._sharder.update_shards(
             batch,
             minibatch_masks(batch, self._config.optim.num_minibatches),
-            rows=self._pack(batch) if scored is None else scored.rows,
+            rows=rows,
             aggregation=aggregation,
             targets=targets,
             kl_weight_BT=kl_weight_BT,
             scored=None if scored is None else scored.shards,
+            has_signal_B=has_signal_B,
         )
         self.load_imbalance = load_imbalance(shards)
+        self.num_spared_tokens = self._sharder.num_spared_tokens(batch, rows, shards)
         refs = [None] * len(shards) if scored is None else scored.refs
         return [(self._put(shard), ref) for shard, ref in zip(shards, refs, strict=True)]
 

@@ -264,7 +264,7 @@ class PolicyGroup(RankGroup):
     def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs and entropies, each [B, T] float32.
 
-        Reference log-probs are only computed if the objective needs them.
+        They are 0 in rows that are not to be scored. Reference log-probs are only computed if the objective needs them.
         """
         shards = self._sender.send_for_scoring(batch)
         logp_BT, entropy_BT = self._score(batch, shards, reference=False)
@@ -280,7 +280,8 @@ class PolicyGroup(RankGroup):
         self, batch: TrainBatch, shards: list[tuple[Any]], *, reference: bool
     ) -> tuple[torch.Tensor, ...]:
         answers = self.call_data_ranks("compute_log_probs", shards, reference)
-        return unpack_scores(answers, batch.length_B, batch.response_BT.size(1))
+        num_positions = batch.response_BT.size(1)
+        return unpack_scores(answers, batch.length_B, num_positions, batch.is_scored_B)
 
     def _with_recorded_routes(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with the routes that the ranks recorded in the log-prob pass."""
@@ -297,18 +298,34 @@ class PolicyGroup(RankGroup):
             routes_B=merge_recorded_routes(parts, lengths, num_layers, moe.num_experts)
         )
 
-    def update(self, batch: TrainBatch, kl_weight_BT: Any | None = None) -> UpdateStats:
+    def update(
+        self,
+        batch: TrainBatch,
+        kl_weight_BT: torch.Tensor | None = None,
+        has_signal_B: torch.Tensor | None = None,
+    ) -> UpdateStats:
         """Train on the batch and return the stats of rank 0.
 
         Args:
             batch: The batch with advantages.
             kl_weight_BT: [B, T] weight of each token's KL term; None for the configured
                 coefficient.
+            has_signal_B: [B] bool, False for rows to leave out, whose loss is 0; None to train on
+                all rows.
         """
-        aggregation = str(self._config.algo.loss_aggregation)
-        shards = self._sender.send_for_update(batch, POLICY_TARGETS, aggregation, kl_weight_BT)
+        shards = self._sender.send_for_update(
+            batch,
+            POLICY_TARGETS,
+            str(self._config.algo.loss_aggregation),
+            kl_weight_BT,
+            has_signal_B,
+        )
         stats: UpdateStats = self.call_data_ranks("update", shards)[0]
-        metrics = {**stats.metrics, "load_imbalance": self._sender.load_imbalance}
+        metrics = {
+            **stats.metrics,
+            "load_imbalance": self._sender.load_imbalance,
+            "num_spared_tokens": float(self._sender.num_spared_tokens),
+        }
         return replace(stats, metrics=metrics)
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:

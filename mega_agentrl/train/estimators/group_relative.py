@@ -15,7 +15,13 @@ if TYPE_CHECKING:
     from mega_agentrl.train.estimators.registry import AdvantageInputs
 
 
-@register_advantage("grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
+@register_advantage(
+    "grpo",
+    needs_groups=True,
+    per_trajectory=True,
+    supports_kl_in_reward=True,
+    equal_rewards_give_zero=True,
+)
 def _grpo(
     inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
 ) -> AdvantageResult:
@@ -37,6 +43,7 @@ def _grpo(
     per_trajectory=True,
     averages_shared_tokens=True,
     supports_kl_in_reward=True,
+    equal_rewards_give_zero=True,
 )
 def _arpo_hard(
     inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
@@ -51,7 +58,13 @@ def _arpo_hard(
     return _grpo(inputs, algo, norm_by_std=norm_by_std)
 
 
-@register_advantage("rloo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
+@register_advantage(
+    "rloo",
+    needs_groups=True,
+    per_trajectory=True,
+    supports_kl_in_reward=True,
+    equal_rewards_give_zero=True,
+)
 def _rloo(inputs: AdvantageInputs, algo: AlgoConfig) -> AdvantageResult:
     """RLOO, the reward minus the mean of the group's other rewards (arXiv 2402.14740)."""
     return AdvantageResult(estimators.rloo(inputs.reward_A, inputs.group_A))

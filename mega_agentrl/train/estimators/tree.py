@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from mega_agentrl.train.estimators.registry import AdvantageInputs
 
 
-@register_advantage("fork_credit", needs_groups=True, supports_kl_in_reward=True)
+@register_advantage(
+    "fork_credit", needs_groups=True, supports_kl_in_reward=True, equal_rewards_give_zero=True
+)
 def _fork_credit(
     inputs: AdvantageInputs,
     algo: AlgoConfig,
@@ -47,7 +49,13 @@ def _fork_credit(
     return AdvantageResult(inputs.rows.split_rows(_to_tokens(tree, advantage_N), inputs.batch))
 
 
-@register_advantage("tree_grpo", needs_groups=True, per_trajectory=True, supports_kl_in_reward=True)
+@register_advantage(
+    "tree_grpo",
+    needs_groups=True,
+    per_trajectory=True,
+    supports_kl_in_reward=True,
+    equal_rewards_give_zero=True,
+)
 def _tree_grpo(
     inputs: AdvantageInputs, algo: AlgoConfig, *, norm_by_std: bool = True
 ) -> AdvantageResult:
@@ -95,7 +103,9 @@ def _at2po(
     return AdvantageResult(rows.split_rows(_to_tokens(tree, value_N), batch))
 
 
-@register_advantage("appo", needs_groups=True, supports_kl_in_reward=True)
+@register_advantage(
+    "appo", needs_groups=True, supports_kl_in_reward=True, equal_rewards_give_zero=True
+)
 def _appo(
     inputs: AdvantageInputs,
     algo: AlgoConfig,

@@ -52,7 +52,7 @@ class Learner(FilePolicy):
             old_logp_BT=batch.rollout_logp_BT, entropy_BT=batch.rollout_entropy_BT
         )
 
-    def update(self, batch, kl_weight_BT=None):
+    def update(self, batch, kl_weight_BT=None, has_signal_B=None):
         self.verbs.append("update")
         if self.verbs.count("update") == self.dies_at:
             raise KeyboardInterrupt
