@@ -110,7 +110,8 @@ class _Type(NamedTuple):
 def check_fields(values: Mapping[str, Any], key: str, source: str) -> None:
     """Raise a `ConfigError` for the first value that is for no field, or of another type.
 
-    Nothing is checked if the library is not installed.
+    Nothing is checked if the library is not installed; the class then refuses what it does not
+    have.
 
     Args:
         values: Values by field.
@@ -118,12 +119,9 @@ def check_fields(values: Mapping[str, Any], key: str, source: str) -> None:
         source: The class, as `package.module:Class`.
     """
     module, _, name = source.partition(":")
-    try:
-        found = _find(name, module)
-    except ImportError:
-        return
-    assert found is not None and isinstance(found.node, ast.ClassDef), source
-    _check_class(values, key, found.node, found.module)
+    found = _find(name, module)
+    if found is not None and isinstance(found.node, ast.ClassDef):
+        _check_class(values, key, found.node, found.module)
 
 
 def _check_class(values: Mapping[str, Any], key: str, node: ast.ClassDef, module: str) -> None:
@@ -190,11 +188,11 @@ def _alternatives(node: ast.AST, module: str) -> Iterator[_Type]:
 
 
 def _enum_members(node: ast.ClassDef) -> dict[str, Any]:
-    """Return the literal value, or None, of each member of an enumeration; empty for a class."""
+    """Return the value of each member of an enumeration, else its name; empty for a class."""
     if not any(last_name(base).endswith("Enum") for base in node.bases):
         return {}
     return {
-        statement.targets[0].id: getattr(statement.value, "value", None)
+        statement.targets[0].id: getattr(statement.value, "value", statement.targets[0].id)
         for statement in node.body
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
     }
@@ -209,7 +207,10 @@ def _find(name: str, module: str) -> _Type | None:
     """Return the class or alias that a name stands for; None for a name of another library."""
     library = module.partition(".")[0]
     while module.partition(".")[0] == library:
-        found = _definitions(module).get(name)
+        try:
+            found = _definitions(module).get(name)
+        except (ImportError, FileNotFoundError):  # not installed, or no Python file
+            return None
         if found is None:
             return None
         if not isinstance(found, _Import):

@@ -129,7 +129,7 @@ VLLM = LibraryOptions(
         "the policy sends the weights": "load_format model_weights weight_transfer_config",
         "log-probs and entropies are read from float32 logits": "hf_overrides",
         "the engine calls its workers": "distributed_executor_backend worker_extension_cls",
-        "a device without rewindable random numbers needs whole prompts": "enable_chunked_prefill",
+        "engines on CPUs need whole prompts": "enable_chunked_prefill",
         "images come as patches": "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb "
         "mm_device_do_normalize skip_mm_profiling",
     },
