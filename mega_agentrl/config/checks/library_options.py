@@ -29,13 +29,13 @@ class LibraryOptions:
     source: str
     """The class, as `package.module:Class`."""
     settings: Mapping[str, str]
-    """The setting of this project that sets a field, by field; separated by spaces."""
+    """Fields that a setting of this project sets, separated by spaces, by setting."""
     reasons: Mapping[str, str]
-    """Why a field is not the user's although no setting sets it; fields separated by spaces."""
+    """Other fields that are not the user's, separated by spaces, by the reason."""
 
     @property
     def owners(self) -> dict[str, str]:
-        """What sets a field that is not the user's, by field."""
+        """What to give in place of each field that is not the user's, by field."""
         return {
             name: f"{setting} in its place, which sets it"
             for setting, names in self.settings.items()
@@ -52,7 +52,8 @@ class LibraryOptions:
         for name, value in options.items():
             if name in owners:
                 raise ConfigError(f"{self.key}.{name}", value, owners[name])
-        check_fields(options, self.key, self.source)
+        if options:  # the source is not parsed for nothing
+            check_fields(options, self.key, self.source)
 
 
 MEGATRON = LibraryOptions(
@@ -78,8 +79,8 @@ MEGATRON = LibraryOptions(
         "recompute_modules",
     },
     reasons={
-        "the engines sample without it": "hidden_dropout attention_dropout moe_router_dtype "
-        "moe_router_load_balancing_type",
+        "the policy has to compute what the engines sample from": "hidden_dropout "
+        "attention_dropout moe_router_dtype moe_router_load_balancing_type",
         "the weights come from the checkpoint": "perform_initialization use_cpu_initialization",
         "micro-batches are packed and differ in length": "variable_seq_lengths "
         "calculate_per_token_loss",

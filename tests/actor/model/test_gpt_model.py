@@ -167,12 +167,14 @@ def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
 
 def test_a_users_fields_reach_megatrons_configuration(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen3"))
-    options = {"attention_backend": "unfused", "attention_softmax_in_fp32": False}
-    (model,) = build_model_chunks(shape, one_rank, ParallelConfig(), torch.float32, options=options)
-    layer = model.decoder.layers[0].self_attention
-    assert layer.config.attention_backend is AttnBackend.unfused
-    assert layer.config.attention_softmax_in_fp32 is False
-    assert layer.config.moe_token_dispatcher_type == "alltoall"
+    arguments = shape, one_rank, ParallelConfig(), torch.float32
+    options = {"attention_backend": "unfused", "moe_permute_fusion": True}
+    config = build_transformer_config(*arguments, options=options)
+    assert config.attention_backend is AttnBackend.unfused
+    assert config.moe_permute_fusion is True
+    assert config.moe_token_dispatcher_type == "alltoall"
+    with pytest.raises(TypeError):
+        build_transformer_config(*arguments, options={"num_layers": 4})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "moe"])
