@@ -80,10 +80,12 @@ def score(rank, method, batch, *arguments):
     return scores.row_R.tolist(), *values
 
 
-def update(rank, batch, kl_weight_BT=None, lr=None, scored=None, *, share=True):
+def update(
+    rank, batch, kl_weight_BT=None, lr=None, scored=None, has_signal_B=None, *, share=True
+):
     """Update a policy or critic; `scored` is what `scoring_shards` returned for this batch.
 
-    Without `share` no row shares tokens with another.
+    Rows that are False in `has_signal_B` are left out. Without `share` no row shares tokens with another.
     """
     config = rank._config
     shards = _sharder(rank).update_shards(
@@ -94,6 +96,7 @@ def update(rank, batch, kl_weight_BT=None, lr=None, scored=None, *, share=True):
         targets=CRITIC_TARGETS if isinstance(rank, CriticRank) else POLICY_TARGETS,
         kl_weight_BT=kl_weight_BT,
         scored=scored,
+        has_signal_B=has_signal_B,
     )
     return rank.update(_own(rank, shards), scored and _own(rank, scored), lr)
 

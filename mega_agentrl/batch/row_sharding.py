@@ -261,17 +261,16 @@ def _leave_out(
 ) -> list[MicroPlan]:
     """Return a plan without the micro-batches in which no data rank has a row with signal.
 
-    All data ranks keep the same ones, so that they have equally many, a multiple of `num_multiple`.
+    All data ranks keep the same ones, and get empty ones up to a multiple of `num_multiple`.
     """
-    positions = range(len(plan[0]))
-    has_signal = [
-        any(has_signal_R[index] for micros in plan for index in micros[position])
-        for position in positions
+    kept = [
+        position
+        for position in range(len(plan[0]))
+        if any(has_signal_R[index] for micros in plan for index in micros[position])
     ]
-    num_kept = max(1, -(-sum(has_signal) // num_multiple)) * num_multiple
-    # A stable sort: those with signal first, and as many of the others as the multiple needs.
-    kept = sorted(sorted(positions, key=lambda position: not has_signal[position])[:num_kept])
-    return [tuple(micros[position] for position in kept) for micros in plan]
+    num_micro = max(1, -(-len(kept) // num_multiple)) * num_multiple
+    empty = ((),) * (num_micro - len(kept))
+    return [(*(micros[position] for position in kept), *empty) for micros in plan]
 
 
 def _local_indices(micros: MicroPlan, numbers: Sequence[int]) -> MicroPlan:

@@ -25,8 +25,8 @@ def run(rank_pool, train_config, checkpoints):
     def on_ranks(calls, layout=None, **leaves):
         config = train_config(checkpoints[True], **(layout or {}))
         for key, value in leaves.items():
-            section, _, leaf = key.partition("__")
-            setattr(getattr(config, section), leaf, value)
+            *section, leaf = key.split("__")
+            setattr(getattr(config, *section) if section else config, leaf, value)
         return rank_pool.run(run_calls, config.parallel.world_size, config, calls)
 
     return on_ranks
@@ -37,6 +37,27 @@ def test_minibatches_take_several_steps_and_count_each_token_once(run, batch):
     ((still, moving),) = run(calls, optim__num_minibatches=3)
     assert still.num_tokens == moving.num_tokens == int(batch.mask_BT.sum())
     assert moving.loss != pytest.approx(still.loss)
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}], ids=["DP2", "PP2"])
+def test_rows_that_are_left_out_change_no_bit_of_a_deterministic_update(run, batch, layout):
+    """The second optimizer step has no signal at all, and Adam still moves the weights."""
+    has_signal_B = torch.tensor([True, False, False, False, False, False])
+    advantage_BT = torch.where(has_signal_B.unsqueeze(1), batch.advantage_BT, 0.0)
+    silent = batch.with_fields(advantage_BT=advantage_BT)
+    settings = {
+        "deterministic": True,
+        "optim__num_minibatches": 2,
+        "optim__micro_batch_tokens": 13,  # the longest row
+    }
+    num_tokens, scores = [], []
+    for rows in (None, has_signal_B):
+        steps = [("update", silent, None, LR, None, rows)] * 2
+        ranks = run([*steps, ("compute_log_probs", batch)], layout, **settings)
+        num_tokens.append(ranks[0][0].num_tokens)
+        scores.append(scores_by_row([rank[-1] for rank in ranks], batch)[0])
+    assert num_tokens[0] == int(batch.mask_BT.sum()) > num_tokens[1] > 0
+    assert torch.equal(*scores)
 
 
 def test_a_weight_per_token_replaces_the_kl_coefficient(run, batch):
