@@ -11,7 +11,8 @@ would wait for its sender, and ranks could wait for each other in a cycle.
 
 NCCL itself has neither deadlines nor a way to tell a peer that a rank leaves. Waits therefore poll,
 and a `PeerMonitor` reports lost peers. Both cases abort the communicators, after which the
-transport cannot be used.
+transport cannot be used. The creation of a communicator blocks inside the first operation, so that
+it runs in a thread that is left behind at the deadline.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 _NO_TIMEOUT_S = 10 * 365 * 86_400.0
 _POLL_S = 0.0002
+_CREATION_POLL_S = 0.05
 _DISABLED_TIMEOUT = timedelta(days=365)
 _ERROR_HANDLING_VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -137,13 +140,13 @@ class NcclTransport:
             store: Where the ranks meet.
             rank: Rank of this process.
             world_size: Number of ranks.
-            timeout_s: Deadline for creating the communicators.
+            timeout_s: Deadline for creating all communicators.
             device: GPU of this process.
-            hops: (source, target) pairs that will exchange frames, the same on all ranks.
+            hops: (source, target) pairs that will exchange frames, of this rank at least.
             control: Transport over which these peers exchange nothing else.
 
         Raises:
-            RuntimeError: At the deadline.
+            RuntimeError: At the deadline, or if a peer is gone; names operation and peer.
         """
         own_hops = sorted(hop for hop in set(hops) if rank in hop)
         peers = {source + target - rank for source, target in own_hops}
@@ -198,12 +201,53 @@ class NcclTransport:
             self._abort("this rank has closed its end")
 
     def _create_communicators(self, hops: list[tuple[int, int]], timeout_s: float) -> None:
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        for source, target in hops:
-            if source == self._rank:
-                self.send(byte, target).wait(timeout_s)
-            else:
-                self.receive(byte, source).wait(timeout_s)
+        creation, begun = Future[None](), list[tuple[str, int]]()
+        thread = threading.Thread(
+            target=self._exchange_bytes,
+            args=(hops, timeout_s, creation, begun),
+            name="nccl-communicators",
+            daemon=True,
+        )
+        thread.start()
+        deadline_s = time.monotonic() + timeout_s
+        while not wait([creation], _CREATION_POLL_S).done:
+            action, peer = begun[-1] if begun else ("start", self._rank)
+            what = f"creation of the communicator to {action} rank {peer}"
+            if peer in self._peer_monitor.lost_peers:
+                self._leave_thread(f"{what}: the rank is gone")
+            elif time.monotonic() > deadline_s:
+                self._leave_thread(
+                    f"{what} did not end within the {timeout_s:g} s for {len(hops)} communicators"
+                )
+        creation.result()
+
+    def _exchange_bytes(
+        self,
+        hops: list[tuple[int, int]],
+        timeout_s: float,
+        creation: Future[None],
+        begun: list[tuple[str, int]],
+    ) -> None:
+        """Send or receive a byte for each hop, in order; record what was begun."""
+        try:
+            byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            for source, target in hops:
+                if source == self._rank:
+                    begun.append(("send to", target))
+                    self.send(byte, target).wait(timeout_s)
+                else:
+                    begun.append(("receive from", source))
+                    self.receive(byte, source).wait(timeout_s)
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
+            creation.set_exception(error)
+        else:
+            creation.set_result(None)
+
+    def _leave_thread(self, reason: str) -> None:
+        """Raise; the thread ends when its operation does, which an abort may have to wait for."""
+        self._failure = reason
+        threading.Thread(target=self._abort, args=(reason,), daemon=True).start()
+        self._check_open()
 
     def _group_for(self, source: int, target: int) -> Any:
         return self._ascending_group if source < target else self._descending_group

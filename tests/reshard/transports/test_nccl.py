@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from mega_agentrl.reshard.transports import nccl
 from mega_agentrl.reshard.transports.gloo import GlooTransport
 from mega_agentrl.reshard.transports.nccl import (
     NcclTransport,
@@ -129,6 +132,58 @@ def test_close_aborts_and_ends_waits_and_may_be_called_twice(rank_one):
     assert down.aborted
     with pytest.raises(RuntimeError, match="this rank has closed"):
         recv_handle.wait(1.0)
+
+
+class HangingGroup(FakeProcessGroup):
+    """A process group whose communicators are never created; nor can it be aborted meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_freed = threading.Event()
+
+    def send(self, tensors, peer, tag, kind="send"):
+        self.is_freed.wait()
+        return super().send(tensors, peer, tag, kind)
+
+    def abort(self):
+        self.is_freed.wait()
+
+
+@pytest.fixture
+def hanging_group(monkeypatch):
+    group = HangingGroup()
+    monkeypatch.setattr(nccl, "_make_group", lambda store, rank, world_size: group)
+    yield group
+    group.is_freed.set()
+
+
+@pytest.mark.parametrize(
+    ("hops", "operation"),
+    [([(1, 2), (0, 1)], "receive from rank 0"), ([(1, 2)], "send to rank 2")],
+    ids=["receive", "send"],
+)
+@pytest.mark.parametrize("end", ["deadline", "peer is gone"])
+@pytest.mark.usefixtures("hanging_group")
+def test_a_communicator_that_is_never_created_ends_the_join(hops, operation, end):
+    hub = InProcessHub(3)
+    timeout_s, message = (0.3, "did not end within the 0.3 s") if end == "deadline" else (120, end)
+    if end != "deadline":
+        for peer in (0, 2):
+            hub.transport(peer).close()
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError, match=operation) as raised:
+        NcclTransport.join(
+            HashStore(),
+            1,
+            3,
+            timeout_s,
+            device=torch.device("cpu"),
+            hops=hops,
+            control=hub.transport(1),
+        )
+    assert message.removeprefix("peer ") in str(raised.value)
+    assert time.monotonic() - start_s < 100
+    hub.transport(1).close()
 
 
 @pytest.mark.parametrize("before", [None, "3"])
