@@ -195,7 +195,7 @@ def build_transformer_config(
         add_qkv_bias=shape.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        **_parallelism_options(groups, parallel),
+        **_parallelism_options(groups, parallel, shape.num_layers),
         **_recompute_options(parallel.recompute),
         **_moe_options(shape.moe),
         **_kernel_options(has_adapters=has_adapters),
@@ -219,20 +219,15 @@ def build_transformer_config(
     return config
 
 
-def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's options, with members in place of the names of enumerations' members."""
-    # Packed micro-batches differ in length; Megatron then refuses its default dispatcher, even
-    # without experts.
-    values = {"moe_token_dispatcher_type": "alltoall", **options}
-    for field in fields(TransformerConfig):
-        if isinstance(field.type, EnumType) and isinstance(values.get(field.name), str):
-            values[field.name] = field.type[values[field.name]]
-    return values
-
-
-def _parallelism_options(groups: ParallelGroups, parallel: ParallelConfig) -> dict[str, Any]:
+def _parallelism_options(
+    groups: ParallelGroups, parallel: ParallelConfig, num_layers: int
+) -> dict[str, Any]:
     mp_rank = groups.coordinates.model_parallel_rank
+    has_short_ends = num_layers % (mp_rank.pipeline_size * mp_rank.virtual_size) > 0
     return {
+        # Megatron numbers the layers as `split_layers` does.
+        "account_for_embedding_in_pipeline_split": has_short_ends,
+        "account_for_loss_in_pipeline_split": has_short_ends,
         "tensor_model_parallel_size": mp_rank.tensor_size,
         "pipeline_model_parallel_size": mp_rank.pipeline_size,
         "virtual_pipeline_model_parallel_size": (

@@ -88,13 +88,11 @@ def decoder_block_spec(
     With `exact` the layers are those of `exact_layers`, for a dense model without Transformer
     Engine.
     """
-    num_layers = shape.num_layers // (mp_rank.pipeline_size * mp_rank.virtual_size)
-    first_layer = (chunk * mp_rank.pipeline_size + mp_rank.pipeline_rank) * num_layers
     norm: type = ExactRMSNorm if exact else RMSNorm
     build = partial(_local_layer_spec, exact=exact)
     if device.has_transformer_engine():
         norm, build = _te_norm(), _te_layer_spec
-    layers = range(first_layer, first_layer + num_layers)
+    layers = mp_rank.layers(chunk, shape.num_layers)
     specs = [build(shape, sparse=shape.is_moe_layer(layer)) for layer in layers]
     num_deepstack = len(shape.vision.deepstack_blocks) if shape.vision else 0
     for layer, spec in zip(layers, specs, strict=True):

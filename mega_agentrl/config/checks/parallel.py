@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 import os.path
+from itertools import pairwise
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,7 +116,7 @@ def check_parallel_sizes(config: TrainConfig, model: dict[str, Any]) -> None:
         if parallel.virtual_pipeline == 1
         else "parallel.pipeline * parallel.virtual_pipeline"
     )
-    _check_divides(key, stages, "layers", layers)
+    check_stages(key, stages, layers)
     _check_deepstack_layers(key, stages, layers, model)
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
@@ -219,11 +220,37 @@ def _head_dim(config: TrainConfig, model: dict[str, Any]) -> int:
     return read_model_size(config, model, "hidden_size") // heads
 
 
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Return the layers of each pipeline stage, virtual stages included, in the model's order.
+
+    All stages have equally many layers. Where that is impossible, the first and the last have one
+    fewer, as if the embedding and the output layer were layers, too: 94 layers make 8 stages of 11,
+    six times 12, and 11 layers. The result is empty if that is impossible as well.
+    """
+    if num_layers % num_stages == 0:
+        size, num_missing = num_layers // num_stages, 0
+    elif (num_layers + 2) % num_stages == 0 and num_layers >= num_stages:
+        size, num_missing = (num_layers + 2) // num_stages, 1
+    else:
+        return []
+    starts = [max(0, stage * size - num_missing) for stage in range(num_stages)]
+    return [range(*ends) for ends in pairwise([*starts, num_layers])]
+
+
+def check_stages(key: str, stages: int, layers: int) -> None:
+    """Raise a `ConfigError` unless the layers can be split into the stages."""
+    if not split_layers(layers, stages):
+        fits = [n for n in range(1, layers + 1) if split_layers(layers, n)]
+        shown = ", ".join(map(str, fits[:12]))
+        expected = f"a number of stages for the model's {layers} layers ({shown})"
+        raise ConfigError(key, stages, expected, _OTHER_MODEL)
+
+
 def _check_deepstack_layers(key: str, stages: int, layers: int, model: dict[str, Any]) -> None:
     """Check that the first stage has all layers after which features of images are added."""
     vision = model.get("vision_config") or {}
     num_features = len(vision.get("deepstack_visual_indexes") or ())
-    if stages > 1 and layers // stages < num_features:
+    if stages > 1 and len(split_layers(layers, stages)[0]) < num_features:
         raise ConfigError(
             key,
             stages,

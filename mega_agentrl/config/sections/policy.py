@@ -76,7 +76,8 @@ class ParallelConfig(Section, key="parallel"):
     tensor: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
     """Tensor-parallel size."""
     pipeline: Annotated[int, Range(at_least=1, at_most=1024, unit="ranks")] = 1
-    """Pipeline-parallel size."""
+    """Pipeline-parallel size. All stages have equally many layers; if that is impossible, the first
+    and the last have one fewer."""
     virtual_pipeline: Annotated[int, Range(at_least=1, at_most=1024, unit="stages")] = 1
     """Virtual pipeline stages (model chunks) per pipeline rank; 1 is plain 1F1B."""
     data: Annotated[int, Range(at_least=1, at_most=65_536, unit="ranks")] = 1

@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.checks.parallel import split_layers
 from mega_agentrl.config.enums import Recompute
 from mega_agentrl.reshard.mapping.model_mapping import padded_vocab_size
 
@@ -104,14 +105,13 @@ def stage_activation_bytes(
             micro-batches between forward and backward pass.
         imbalance: Tokens of the busiest expert rank divided by the mean.
     """
-    per_chunk = shape.num_layers // (layout.pipeline * layout.virtual_pipeline)
+    stages = split_layers(shape.num_layers, layout.pipeline * layout.virtual_pipeline)
     total, last_stage = 0.0, layout.pipeline - 1
     passes = num_in_flight_passes(layout, stage, num_micro_batches)
     for chunk in range(layout.virtual_pipeline):
-        first_layer = (chunk * layout.pipeline + stage) * per_chunk
         saved = sum(
             layer_activation_bytes(shape, layout, tokens, kernels, layer, imbalance=imbalance)
-            for layer in range(first_layer, first_layer + per_chunk)
+            for layer in stages[chunk * layout.pipeline + stage]
         )
         if layout.recompute is Recompute.full:
             saved += tokens * shape.head_dim * _FLOAT_BYTES  # rotary angles

@@ -17,8 +17,8 @@ The parallel sizes must divide the model:
 
     tensor           heads, the dense MLP's width, and the rows of q, k and v together; a divisor or
                      a multiple of the key/value heads
-    pipeline*virtual layers; virtual stages need a pipeline; the first chunk has all layers after
-                     which features of images are added (DeepStack)
+    pipeline*virtual layers, or two more (`split_layers`); virtual stages need a pipeline; the first
+                     chunk has all layers after which features of images are added (DeepStack)
     expert           experts; expert_tensor: the width of one expert
 
 `config.checks.parallel` checks conditions among the sizes themselves.
@@ -29,6 +29,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.checks.parallel import check_stages, split_layers
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout, round_up
 from mega_agentrl.reshard.mapping.decoder_layer import layer_hf_shapes, layer_shards
@@ -110,19 +111,15 @@ def megatron_layout(
         ValueError: If the parallel sizes do not divide the model.
     """
     check_divisible(shape, parallel_rank)
-    layers = shape.num_layers // (parallel_rank.pipeline_size * parallel_rank.virtual_size)
     shards: list[ShardLayout] = []
     for chunk in range(parallel_rank.virtual_size):
         prefix = parallel_rank.param_prefix(chunk)
         if parallel_rank.holds_embedding(chunk):
             name = f"{prefix}embedding.word_embeddings.weight"
             shards.append(_vocab_shard(name, hf_embedding(shape), shape, parallel_rank))
-        first = (chunk * parallel_rank.pipeline_size + parallel_rank.pipeline_rank) * layers
-        for local in range(layers):
+        for local, layer in enumerate(parallel_rank.layers(chunk, shape.num_layers)):
             megatron_prefix = f"{prefix}decoder.layers.{local}."
-            shards += layer_shards(
-                shape, parallel_rank, first + local, megatron_prefix, fused=fused
-            )
+            shards += layer_shards(shape, parallel_rank, layer, megatron_prefix, fused=fused)
         if parallel_rank.holds_output_layer(chunk):
             name = f"{prefix}decoder.final_layernorm.weight"
             shards.append(replicate(name, hf_final_norm(shape), (shape.hidden_size,)))
@@ -220,10 +217,9 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
             "1 with parallel.pipeline=1",
             "parallel.pipeline was removed alone",
         )
-    _check_divides(
+    check_stages(
         "parallel.pipeline * parallel.virtual_pipeline",
         parallel_rank.pipeline_size * parallel_rank.virtual_size,
-        "num_hidden_layers",
         shape.num_layers,
     )
     _check_deepstack_layers(shape, parallel_rank)
@@ -245,7 +241,7 @@ def check_divisible(shape: ModelShape, parallel_rank: ModelParallelRank) -> None
 def _check_deepstack_layers(shape: ModelShape, parallel_rank: ModelParallelRank) -> None:
     stages = parallel_rank.pipeline_size * parallel_rank.virtual_size
     num_features = len(shape.vision.deepstack_blocks) if shape.vision else 0
-    if stages > 1 and shape.num_layers // stages < num_features:
+    if stages > 1 and len(split_layers(shape.num_layers, stages)[0]) < num_features:
         raise ConfigError(
             "parallel.pipeline * parallel.virtual_pipeline",
             stages,

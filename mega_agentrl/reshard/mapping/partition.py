@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from mega_agentrl.config.checks.parallel import split_layers
 from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 
@@ -53,6 +54,11 @@ class ModelParallelRank:
     def param_prefix(self, chunk: int) -> str:
         """Return the prefix of a chunk's parameter names, empty if there is only one chunk."""
         return f"chunk{chunk}." if self.virtual_size > 1 else ""
+
+    def layers(self, chunk: int, num_layers: int) -> range:
+        """Return the layers of a chunk, of the `num_layers` of the model (`split_layers`)."""
+        stages = split_layers(num_layers, self.pipeline_size * self.virtual_size)
+        return stages[chunk * self.pipeline_size + self.pipeline_rank]
 
     def holds_embedding(self, chunk: int) -> bool:
         """Return whether this is the first chunk of the model."""

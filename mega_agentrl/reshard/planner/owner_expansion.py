@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from mega_agentrl.config.checks.parallel import split_layers
 from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_mapping import (
     HF_LM_HEAD,
@@ -107,9 +108,7 @@ def expand_trainer_owners(
     shifters = [
         _rank_shifter(stage * sizes.ranks_per_stage) for stage in range(sizes.pipeline_size)
     ]
-    stage_of = [
-        layer * sizes.pipeline_size // shape.num_layers for layer in range(shape.num_layers)
-    ]
+    stage_of = _stages_of_layers(shape.num_layers, sizes.pipeline_size)
     result: RectOwners = {}
     for layer, name, sample_name in _layer_tensor_names(shape, owners):
         shift_ranks = shifters[stage_of[layer]]
@@ -142,6 +141,13 @@ def expand_rollout_owners(
     for _, name, sample_name in _layer_tensor_names(shape, owners):
         result[name] = owners[sample_name]
     return result
+
+
+def _stages_of_layers(num_layers: int, num_stages: int) -> list[int]:
+    """Return the stage of each layer, for any number of stages."""
+    if stages := split_layers(num_layers, num_stages):
+        return [stage for stage, layers in enumerate(stages) for _ in layers]
+    return [layer * num_stages // num_layers for layer in range(num_layers)]
 
 
 def _is_outside_layers(name: str) -> bool:

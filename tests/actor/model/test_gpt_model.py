@@ -48,6 +48,8 @@ MODELS = {
     "moe, weights not rescaled": ("qwen3_moe", {"norm_topk_prob": False}),
     "moe, dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}),
     "reward": ("qwen3_reward", {}),
+    "llama, six layers": ("llama", {"num_hidden_layers": 6}),
+    "moe, six layers": ("qwen3_moe", {"num_hidden_layers": 6}),
 }
 TWO = {
     "qwen3": {"tensor": 2, "sequence_parallel": True},
@@ -64,6 +66,8 @@ TWO = {
 }
 FOUR = {
     "qwen2, tied": {"tensor": 2, "pipeline": 2, "sequence_parallel": True},
+    "llama, six layers": {"pipeline": 4},  # stages of 1, 2, 2 and 1
+    "moe, six layers": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "expert": 2},
     "moe": {"tensor": 2, "data": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 2},
     "moe, dense layer": {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "expert_tensor": 2},
     "reward": {"tensor": 2, "data": 2},

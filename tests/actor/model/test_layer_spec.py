@@ -52,6 +52,13 @@ def test_virtual_chunks_have_their_own_dense_and_moe_layers(shape):
     }
 
 
+def test_the_first_and_the_last_stage_have_a_layer_fewer_where_stages_do_not_divide(shape):
+    moe = shape("qwen3_moe", num_hidden_layers=6)
+    ranks = [ModelParallelRank(pipeline_rank=n, pipeline_size=2, virtual_size=2) for n in (0, 1)]
+    sizes = [[len(decoder_block_spec(moe, rank, n).layer_specs) for n in (0, 1)] for rank in ranks]
+    assert sizes == [[1, 2], [2, 1]]
+
+
 def test_local_layers_use_the_norm_and_attention_of_this_package(shape):
     spec = decoder_block_spec(shape("qwen3"), WHOLE, 0)
     assert spec.layer_norm is RMSNorm

@@ -10,6 +10,7 @@ from mega_agentrl.config.checks.parallel import (
     check_tree_attention,
     check_zero_mismatch,
     min_ranks_per_node,
+    split_layers,
 )
 from mega_agentrl.config.enums import Dtype, TreeAttention
 from mega_agentrl.config.schema import TrainConfig
@@ -125,3 +126,24 @@ def test_a_mismatch_of_zero_needs_dense_text_models_and_current_weights(model, c
     check_zero_mismatch(
         TrainConfig(model=ModelConfig(zero_mismatch=True)), {"architectures": ["Qwen3ForCausalLM"]}
     )
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "sizes"),
+    [
+        (4, 1, [4]),
+        (4, 2, [2, 2]),
+        (6, 4, [1, 2, 2, 1]),
+        (94, 8, [11, *[12] * 6, 11]),
+        (94, 32, [2, *[3] * 30, 2]),
+        (5, 2, []),
+        (10, 12, []),  # two stages would have no layer
+        (4, 6, []),
+    ],
+)
+def test_the_ends_of_a_pipeline_have_a_layer_fewer_where_that_makes_the_rest_equal(
+    num_layers, num_stages, sizes
+):
+    stages = split_layers(num_layers, num_stages)
+    assert list(map(len, stages)) == sizes
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers if sizes else 0))

@@ -126,6 +126,17 @@ def test_virtual_stages_hold_every_second_run_of_layers():
         assert found[rank] == list(zip(names, hf_names, strict=True))
 
 
+def test_the_ends_hold_a_layer_fewer_where_the_stages_do_not_divide_the_layers():
+    shape = make_shape(num_layers=6, tie_word_embeddings=False)
+    norm = "input_layernorm.weight"
+    found = [
+        [s.blocks[0].hf_name for s in layout if s.name.endswith(norm)]
+        for layout in trainer_layouts_of(shape, pipeline=2, virtual=2)
+    ]
+    layers = [(0, 3, 4), (1, 2, 5)]
+    assert found == [[f"model.layers.{n}.{norm}" for n in numbers] for numbers in layers]
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3_moe", "qwen3_reward"])
 def test_a_checkpoint_of_transformers_is_read_by_slices(tmp_path, name):
     folder = make_tiny_model(name, tmp_path, num_hidden_layers=2)
@@ -182,17 +193,17 @@ ODD_WIDTH = {"ffn_hidden_size": 25}
         ),
         (
             DENSE,
-            {"pipeline_size": 3},
+            {"pipeline_size": 5},
             "parallel.pipeline * parallel.virtual_pipeline",
-            3,
-            "num_hidden_layers, 4",
+            5,
+            "4 layers (1, 2, 3, 4)",
         ),
         (
             DENSE,
             {"pipeline_size": 2, "virtual_size": 4},
             "parallel.pipeline * parallel.virtual_pipeline",
             8,
-            "num_hidden_layers, 4",
+            "4 layers (1, 2, 3, 4)",
         ),
         (DENSE, {"virtual_size": 2}, "parallel.virtual_pipeline", 2, "parallel.pipeline=1"),
         (DENSE, {"expert_size": 2}, "parallel.expert", 2, "no experts"),
