@@ -6,7 +6,8 @@ r"""Checks whether a configuration can run, without a GPU, for example on a logi
 
 Checks the configuration as the run does, compares the estimated memory of policy and engine ranks
 with that of the GPU (`--gpu-gib`), estimates the duration of a weight transfer over the links
-(`--*-gbs`), reads the prompts if data and tokenizer are present, loads your own tools, rewards and
+(`--*-gbs`) and of each phase of a step on `--hardware`, and the share of it in which policy or
+engines idle, reads the prompts if data and tokenizer are present, loads your own tools, rewards and
 simulated users, makes the example calls of the tools, and runs the set-up and the reward command of
 each row once in a workspace (the set-up must succeed, the reward must be 0). Models: Llama, Qwen2,
 Qwen3, Qwen3Moe, Qwen2.5-VL, Qwen3-VL; a folder with config.json is enough. Exit code 1: the run
@@ -23,6 +24,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -35,14 +37,23 @@ sys.path.insert(0, str(ROOT))
 from mega_agentrl.config.errors import ConfigError  # noqa: E402
 from mega_agentrl.config.override_keys import repeated_keys  # noqa: E402
 from mega_agentrl.estimate.device import DeviceSpec  # noqa: E402
+from mega_agentrl.estimate.duration.speeds import SPEEDS, DeviceSpeeds, device_speeds  # noqa: E402
+from mega_agentrl.estimate.duration.step import predict_step  # noqa: E402
+from mega_agentrl.estimate.duration.workload import (  # noqa: E402
+    CALL_S,
+    MEAN_FRACTION,
+    expected_workload,
+)
+from mega_agentrl.estimate.preflight.balance import suggest_balance  # noqa: E402
 from mega_agentrl.estimate.preflight.report import (  # noqa: E402
     PreflightProblem,
     run_preflight,
     tree_note,
 )
+from mega_agentrl.estimate.preflight.suggestions import ConfigCheck  # noqa: E402
 from mega_agentrl.estimate.weight_transfer import estimate_transfer  # noqa: E402
 from mega_agentrl.reshard.mapping.model_shape import ModelShape  # noqa: E402
-from mega_agentrl.reshard.topology import LinkSpeeds, LinkType  # noqa: E402
+from mega_agentrl.reshard.topology import LinkType  # noqa: E402
 from tools.preflight_parts.compose import compose_config, make_config_check, make_config_only_folder  # noqa: E402
 from tools.preflight_parts.report import PreflightFindings, as_json, print_report  # noqa: E402
 
@@ -69,8 +80,11 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
         findings.problems += findings.report.problems
         findings.notes += findings.report.notes
         if not findings.problems:
-            speeds = {str(link): getattr(args, f"{link}_gbs") * 1e9 for link in LinkType}
-            findings.transfer = estimate_transfer(config, shape, device, LinkSpeeds(**speeds))
+            speeds = device_speeds(args.hardware)
+            gbs = {str(link): getattr(args, f"{link}_gbs") for link in LinkType}
+            links = {link: value * 1e9 for link, value in gbs.items() if value is not None}
+            speeds = replace(speeds, links=replace(speeds.links, **links))
+            findings.transfer = estimate_transfer(config, shape, device, speeds.links)
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         findings.problems.append(_config_error_problem(error))
     else:
@@ -79,7 +93,27 @@ def collect_findings(args: argparse.Namespace, folder: Path) -> PreflightFinding
             _add_tool_calls(findings)
         if not (args.no_files or args.no_workspaces):
             _add_workspaces(findings)
+        if findings.transfer is not None and device.is_gpu and not config.is_eval_only:
+            _add_step_time(findings, args, speeds, check)
     return findings
+
+
+def _add_step_time(
+    findings: PreflightFindings, args: argparse.Namespace, speeds: DeviceSpeeds, check: ConfigCheck
+) -> None:
+    config, shape, device = findings.config, findings.shape, findings.device
+    assert config and shape and device and findings.transfer, "all else has been estimated"
+    prompts = [file for file in findings.prompts if file.key == "data.train"]
+    findings.workload = workload = expected_workload(
+        config,
+        prompt_tokens=prompts[0].mean_prompt_tokens if prompts else None,
+        response_tokens=args.response_tokens,
+        call_s=args.call_s,
+    )
+    run = (config, shape, device, speeds, workload)
+    transfer_s = findings.transfer.predicted_s
+    findings.step = predict_step(*run, transfer_s=transfer_s)
+    findings.balance = suggest_balance(*run, check, transfer_s=transfer_s, imbalance=args.imbalance)
 
 
 def _add_prompts(findings: PreflightFindings, args: argparse.Namespace) -> None:
@@ -173,10 +207,20 @@ def _parser() -> argparse.ArgumentParser:
         "--no-workspaces", action="store_true", help="do not run set-up and reward commands"
     )
     parser.add_argument("--json", action="store_true", help="print JSON with sizes in bytes")
+    parser.add_argument(
+        "--hardware", choices=list(SPEEDS), default="H100", help="device whose speeds are used"
+    )
+    parser.add_argument(
+        "--response-tokens",
+        type=float,
+        help=f"expected mean (default: {MEAN_FRACTION} of rollout.max_response_tokens)",
+    )
+    parser.add_argument("--call-s", type=float, default=CALL_S, help="mean seconds of a tool call")
     for link in LinkType:
         flag = f"--{link.replace('_', '-')}-gbs"
-        default = getattr(LinkSpeeds(), link) / 1e9
-        parser.add_argument(flag, type=float, default=default, help="GB/s per rank and direction")
+        parser.add_argument(
+            flag, type=float, help="GB/s per rank and direction (default: those of --hardware)"
+        )
     return parser
 
 

@@ -11,11 +11,16 @@ from rich.table import Table
 
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.model_state import num_active_parameters, num_parameters
+from mega_agentrl.estimate.preflight.balance import MAX_IDLE
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
+    from mega_agentrl.estimate.duration.passes import PassTime
+    from mega_agentrl.estimate.duration.step import StepTime
+    from mega_agentrl.estimate.duration.workload import Workload
     from mega_agentrl.estimate.memory.policy import PolicyMemory
+    from mega_agentrl.estimate.preflight.balance import BalanceChange
     from mega_agentrl.estimate.preflight.report import PreflightProblem, PreflightReport
     from mega_agentrl.estimate.weight_transfer import TransferEstimate
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -70,6 +75,11 @@ class PreflightFindings:
     transfer: TransferEstimate | None = None
     prompts: list[PromptFile] = field(default_factory=list)
     """The data files that were read."""
+    workload: Workload | None = None
+    """The trajectories that a step is expected to have."""
+    step: StepTime | None = None
+    balance: list[BalanceChange] = field(default_factory=list)
+    """Changes that let policy and engines idle less."""
     tool_calls: list[ExampleCall] = field(default_factory=list)
     """Calls of the user's tools."""
     problems: list[PreflightProblem] = field(default_factory=list)
@@ -102,6 +112,12 @@ def as_json(findings: PreflightFindings) -> dict[str, Any]:
         plain["engine"] = asdict(engine) | sums
     if findings.transfer is not None:
         plain["transfer"] = asdict(findings.transfer)
+    if findings.step is not None and findings.workload is not None:
+        step = findings.step
+        hours = {"gpu_hours_per_100_steps": step.gpu_hours_per_100_steps}
+        plain["step"] = asdict(step) | hours
+        plain["workload"] = asdict(findings.workload)
+        plain["balance"] = list(map(str, findings.balance))
     return plain
 
 
@@ -117,6 +133,11 @@ def print_report(findings: PreflightFindings, console: Console) -> None:
         console.print(_engine_table(findings.report, findings.device, findings.config))
     if findings.transfer is not None:
         console.print(_transfer_line(findings.transfer))
+    if findings.step is not None and findings.workload is not None:
+        console.print(_step_table(findings.step, findings.workload))
+        console.print(_idle_line(findings.step), highlight=False)
+        for number, change in enumerate(findings.balance):
+            console.print(f"  {'change' if not number else '    or'}: {change}", markup=False)
     for file in findings.prompts:
         console.print(
             f"{file.key}: {file.num_prompts} prompts, the longest has {file.max_prompt_tokens} "
@@ -186,6 +207,56 @@ def _engine_table(report: PreflightReport, device: DeviceSpec, config: TrainConf
             table.add_row(label, _format_bytes(value), style=style)
     table.add_row("tokens in the KV cache", f"{memory.num_kv_cache_tokens:,}")
     return table
+
+
+def _step_table(step: StepTime, workload: Workload) -> Table:
+    rollout, update = step.rollout, step.update
+    table = Table("", caption_justify="left")
+    table.add_column("seconds", justify="right")
+    table.add_column("of them")
+    table.caption = (
+        f"a step (predicted): {workload.num_trajectories:.0f} trajectories, prompts of "
+        f"{workload.prompt_tokens:.0f} tokens, responses of {workload.response_tokens:.0f}, at "
+        f"most {workload.max_response_tokens:.0f} (--response-tokens), {workload.num_calls:.1f} "
+        f"calls of {workload.call_s:g} s (--call-s)"
+    )
+    notes = {
+        "rollout": f"tail {rollout.tail_s:.1f}, prefill {rollout.prefill_s:.1f}, waiting for tools "
+        f"{rollout.wait_s:.1f}; {rollout.tokens_per_s:,.0f} tokens/s, at most {rollout.batch:.0f} "
+        "requests in an engine",
+        "log-probs": _parts_of_pass(step.log_probs),
+        "update": f"MFU {step.mfu:.1%}; {_parts_of_pass(update)}",
+        "checkpoint": "a step's share",
+    }
+    seconds = {
+        "rollout": rollout.total_s,
+        "log-probs": step.log_probs.total,
+        "reference": step.reference.total if step.reference else 0.0,
+        "critic": step.critic_s,
+        "update": update.total,
+        "driver": step.driver_s,
+        "weight update": step.weight_update_s,
+        "moving the policy's state": step.offload_s,
+        "checkpoint": step.checkpoint_s,
+    }
+    for name, value in seconds.items():
+        if value:
+            table.add_row(name, f"{value:.1f}", notes.get(name, ""))
+    hours = step.gpu_hours_per_100_steps
+    table.add_row("step", f"{step.total_s:.1f}", f"{hours:.0f} GPU hours for 100", style="bold")
+    return table
+
+
+def _parts_of_pass(time: PassTime) -> str:
+    parts = {name.replace("_", "-"): value for name, value in asdict(time).items()}
+    return ", ".join(f"{name} {value:.1f}" for name, value in parts.items() if value >= 0.05)
+
+
+def _idle_line(step: StepTime) -> str:
+    sides = {"policy": step.policy_idle, "engines": step.engine_idle}
+    idle = ", ".join(f"{name} {share:.0%} of a step" for name, share in sides.items())
+    too_much = step.idle > MAX_IDLE
+    return f"idle: {idle}" + (f"; above {MAX_IDLE:.0%}" if too_much else "")
 
 
 def _format_memory_limit(device: DeviceSpec) -> str:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from mega_agentrl.config.enums import Recompute
+from mega_agentrl.config.enums import Choice, Recompute
 from mega_agentrl.estimate.device import GIB
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.micro_batches import max_row_tokens
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mega_agentrl.estimate.device import DeviceSpec
     from mega_agentrl.reshard.mapping.model_shape import ModelShape
 
-SettingValue = int | float | bool | Recompute
+SettingValue = int | float | bool | Choice
 Overrides = Mapping[str, SettingValue]
 """New values by dotted configuration key."""
 
@@ -79,7 +79,7 @@ def get_setting(config: TrainConfig, key: str) -> SettingValue:
     node: object = config
     for name in key.split("."):
         node = getattr(node, name)
-    assert isinstance(node, int | float | Recompute), f"{key} is a {type(node).__name__}"
+    assert isinstance(node, int | float | Choice), f"{key} is a {type(node).__name__}"
     return node
 
 
