@@ -134,6 +134,7 @@ RECIPES = {
     "egpo_qwen3_4b": "qwen3-4b",
     "qwen2_5_7b_8gpu": "qwen2.5-7b",
     "qwen2_5_72b_64gpu": "qwen2.5-72b",
+    "qwen2_5_72b_128gpu": "qwen2.5-72b",
     "qwen2_5_72b_32k_64gpu": "qwen2.5-72b",
     "qwen3_32b_64gpu": "qwen3-32b",
     "qwen3_30b_a3b_32gpu": "qwen3-30b-a3b",

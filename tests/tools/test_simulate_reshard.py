@@ -79,8 +79,8 @@ def test_every_recipe_that_trains_a_released_model_is_a_case():
     own_model = {recipe for recipe in recipes if recipe.startswith("smoke")}
     assert set(simulate_reshard.RECIPES) == recipes - own_model
     case = simulate_reshard.recipe_case("qwen3_235b_a22b_512gpu")
-    assert case.trainer == {"tensor": 4, "pipeline": 2, "data": 32, "expert": 64}
-    assert case.rollout == {"tensor": 8, "engines": 32}
+    assert case.trainer == {"tensor": 1, "pipeline": 12, "data": 8, "expert": 8}
+    assert case.rollout == {"tensor": 8, "engines": 52}
 
 
 KEYS = {
