@@ -1,6 +1,7 @@
 """What the benchmarks simulate and count; `test_quick_forms` runs them whole."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from mega_agentrl.batch.tree_order import row_lengths
 from mega_agentrl.errors import InputError
 from mega_agentrl.types.records import GenerateRequest
+from tests.estimate.configs import configured
+from tests.estimate.shapes import released
 from tests.fakes import FakeGenerator, FakeTools
 from tools import (
     bench_async,
@@ -20,6 +23,7 @@ from tools import (
     bench_reshard,
     bench_rollout,
     bench_sandbox,
+    bench_step_time,
     bench_tree,
     bench_workspace,
     delayed_tools,
@@ -73,7 +77,11 @@ def test_a_pattern_without_a_match_lists_the_cases(main, known_case, capsys):
     assert known_case in printed.err and printed.out == ""
 
 
-@pytest.mark.parametrize("main", [bench_async.main, bench_rollout.main], ids=["async", "rollout"])
+@pytest.mark.parametrize(
+    "main",
+    [bench_async.main, bench_rollout.main, bench_step_time.main],
+    ids=["async", "rollout", "step_time"],
+)
 def test_a_missing_model_is_refused(main, tmp_path, capsys):
     assert main(["--model", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
@@ -154,6 +162,48 @@ def test_first_and_last_step_are_left_out(tmp_path):
     with pytest.raises(InputError) as caught:
         bench_async.read_steps(path)
     assert (caught.value.name, caught.value.got) == ("--steps", 1)
+
+
+# ---- bench_step_time -----------------------------------------------------------------------
+
+
+STEP_METRICS = {
+    "rollout/prompt_tokens_mean": 20.0,
+    "rollout/response_tokens_mean": 60.0,
+    "rollout/response_tokens_max": 96.0,
+    "rollout/sampled_tokens_mean": 50.0,
+    "rollout/tool_calls_mean": 1.5,
+    "rollout/tool_latency_mean_s": 0.01,
+    "tree/token_ratio": 1.5,
+}
+
+
+def run_that_takes(speeds, run, trajectories):
+    """A run whose phases are those that the speeds predict."""
+    config = configured(prompt=32, response=96, tensor=2 if "two" in run.name else 1)
+    shape = released("qwen3-4b", num_hidden_layers=2, hidden_size=128, intermediate_size=256)
+    metrics = STEP_METRICS | {"rollout/num_trajectories": float(trajectories)}
+    one = bench_step_time.MeasuredRun(run, config, shape, metrics)
+    phases = bench_step_time.predicted_phases(one.predict(speeds), staleness=run.staleness)
+    metrics |= {f"time/{name}_s": value for name, value in phases.items() if name != "driver"}
+    metrics["time/advantage_s"] = phases["driver"]
+    return dataclasses.replace(one, metrics=metrics)
+
+
+def test_the_speeds_of_a_core_are_found_in_the_phases_of_runs():
+    first = bench_step_time.FIRST_GUESS
+    true = dataclasses.replace(
+        first, peak_flops=5e10, launch_s=8e-5, engine_step_s=3e-2, engine_request_s=4e-4,
+        update_overhead_s=0.6, driver_token_s=3e-5,
+    )  # fmt: skip
+    sizes = zip(bench_step_time.CALIBRATION, (128, 768, 256), strict=True)
+    runs = [run_that_takes(true, run, number) for run, number in sizes]
+    found = bench_step_time.fit_speeds(runs)
+    for run in bench_step_time.CASES:
+        one = run_that_takes(true, run, 512)
+        for line in bench_step_time.compare(one, found):
+            assert line["ratio"] == pytest.approx(1, abs=0.05), line["case"]
+    assert found.engine_step_s == pytest.approx(true.engine_step_s, rel=0.1)
 
 
 # ---- bench_sandbox, bench_memory and what all share ----------------------------------------

@@ -136,6 +136,7 @@ FORMS = (
         check=check_rollout,
     ),
     form("bench_sandbox.py", "--quick", seconds=30),
+    form("bench_step_time.py", "--quick", *MODEL_AND_DATA, seconds=60),
     form("bench_tree.py", "--quick", seconds=40, check=check_tree),
     form("bench_workspace.py", "--quick", seconds=5),
     form("chaos.py", "--quick", "--out", "{tmp_path}/chaos", "{overrides}", seconds=150),
