@@ -22,7 +22,14 @@ RECIPES = {
     "qwen2_5_72b_32k_64gpu": ("qwen2.5-72b", 64),
     "qwen3_30b_a3b_32gpu": ("qwen3-30b-a3b", 32),
     "qwen3_235b_a22b_512gpu": ("qwen3-235b-a22b", 512),
+    "arpo_7b_reasoning": ("qwen2.5-7b", 8),
+    "arpo_8b_deepsearch": ("qwen3-8b", 8),
+    "arpo_14b_deepsearch": ("qwen3-14b", 16),
+    "egpo_qwen3_4b": ("qwen3-4b", 8),
+    "ares_7b": ("qwen2.5-vl-7b", 8),
 }
+GIVEN = ("data.train=a", "data.validation=b", "tool.search.source=http://search")
+"""What the recipes of published runs require."""
 
 
 def run(recipe, *arguments, capsys):
@@ -31,6 +38,7 @@ def run(recipe, *arguments, capsys):
     code = preflight.main(
         [
             f"experiment={recipe}",
+            *(() if "gpu" in recipe else GIVEN),
             *arguments,
             *("--model-config", str(config), "--gpus", str(num_gpus), "--no-files", "--json"),
         ]

@@ -5,8 +5,7 @@ driver, checkpoint) and a weight update W:
 
     colocated                         R + L + W + moving the policy's state to the host and back
     max_staleness=0                   R + L + W, in which each side waits for the other
-    max_staleness=1                   max(R, L) + W
-    max_staleness=1, in flight        max(R + W, L + W): the engines pause only for the update
+    max_staleness=1                   max(R, L) + W, also in flight, where engines pause for W alone
     max_staleness>1                   the same, and the tail of R overlaps with the next rollout
     partial_rollout, oversampled      as its mode, without the tail of R
 
