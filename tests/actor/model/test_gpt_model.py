@@ -172,10 +172,10 @@ def test_one_rescaled_expert_per_token_is_refused(folders, one_rank):
 def test_a_users_fields_reach_megatrons_configuration(folders, one_rank):
     shape = ModelShape.from_folder(folders("qwen3"))
     arguments = shape, one_rank, ParallelConfig(), torch.float32
-    options = {"attention_backend": "unfused", "moe_permute_fusion": True}
+    options = {"attention_backend": "unfused", "attention_softmax_in_fp32": False}
     config = build_transformer_config(*arguments, options=options)
     assert config.attention_backend is AttnBackend.unfused
-    assert config.moe_permute_fusion is True
+    assert config.attention_softmax_in_fp32 is False
     assert config.moe_token_dispatcher_type == "alltoall"
     with pytest.raises(TypeError):
         build_transformer_config(*arguments, options={"num_layers": 4})
