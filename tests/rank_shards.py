@@ -80,12 +80,11 @@ def score(rank, method, batch, *arguments):
     return scores.row_R.tolist(), *values
 
 
-def update(
-    rank, batch, kl_weight_BT=None, lr=None, scored=None, has_signal_B=None, *, share=True
-):
+def update(rank, batch, kl_weight_BT=None, lr=None, scored=None, has_signal_B=None, *, share=True):
     """Update a policy or critic; `scored` is what `scoring_shards` returned for this batch.
 
-    Rows that are False in `has_signal_B` are left out. Without `share` no row shares tokens with another.
+    Rows that are False in `has_signal_B` are left out. Without `share` no row shares tokens with
+    another.
     """
     config = rank._config
     shards = _sharder(rank).update_shards(

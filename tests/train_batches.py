@@ -5,7 +5,7 @@ from dataclasses import fields
 import torch
 
 from mega_agentrl.data.sft_dataset import Demonstration, collate_demonstrations
-from mega_agentrl.types.batch import TrainBatch
+from mega_agentrl.types.batch import TrainBatch, UpdateScores
 
 
 def batch_of_rows(token_RT, num_prompt, lengths=None):
@@ -60,4 +60,18 @@ def batch_of_generations(pairs):
         group_B=torch.arange(size),
         reward_B=torch.zeros(size),
         **tensors,
+    )
+
+
+def update_scores(batch, gap=0.0):
+    """Return the scores of an update whose log-probs differ by `gap` from the engine's.
+
+    None if the batch was scored before.
+    """
+    if batch.old_logp_BT is not None:
+        return None
+    return UpdateScores(
+        logp_BT=batch.rollout_logp_BT + gap,
+        entropy_BT=batch.rollout_entropy_BT,
+        is_scored_B=torch.ones(batch.num_rows, dtype=torch.bool),
     )

@@ -114,6 +114,9 @@ class StepResult:
     """False if the step was skipped because the gradient norm is not finite."""
     routes: RouteTotals = NO_ROUTES
     """Counts of the routes that were replayed."""
+    scores: PackedScores | None = None
+    """The head's values before the step, 0 for tokens that are not trained on, if they were asked
+    for; None on ranks that return none."""
 
 
 class MegatronModel:
@@ -316,6 +319,16 @@ class MegatronModel:
         outputs = self._pipeline_schedule.forward_only(micros, head)
         self._sum_routes(micros)
         self._route_logs = [micro.route_log for micro in micros if micro.route_log is not None]
+        return self._gather_scores(rows, micros, select_M, outputs)
+
+    def _gather_scores(
+        self,
+        rows: PackedRows,
+        micros: Sequence[MicroBatch],
+        select_M: np.ndarray,
+        outputs: Sequence[tuple[torch.Tensor, ...]],
+    ) -> PackedScores | None:
+        """Return the outputs of a pass, `[R, T]` by micro-batch, as `forward_only` does."""
         coordinates = self.groups.coordinates
         if not coordinates.is_last_stage or coordinates.model_parallel_rank.tensor_rank:
             return None
@@ -345,6 +358,7 @@ class MegatronModel:
         names: Sequence[str],
         *,
         lr: float | None = None,
+        keep_scores: bool = False,
     ) -> StepResult:
         """Take one optimizer step.
 
@@ -356,13 +370,19 @@ class MegatronModel:
             objective: Loss and metrics of a micro-batch.
             names: Metrics of the objective to sum over micro-batches and ranks.
             lr: Learning rate; replaces the schedule's.
+            keep_scores: Whether the result has the head's values of the trained tokens.
         """
         micros = self._build_micro_batches(rows, plan, mask_M)
         self.max_micro_batch_tokens = max(
             self.max_micro_batch_tokens, *(len(micro.token_S) for micro in micros)
         )
         self.optimizer.zero_grad()
-        stats = self._pipeline_schedule.forward_backward(micros, head, objective)
+        outputs: list[tuple[torch.Tensor, ...]] | None = [] if keep_scores else None
+        stats = self._pipeline_schedule.forward_backward(micros, head, objective, outputs)
+        scores = None
+        if outputs is not None:
+            every_M = np.ones(rows.response_start_R1[-1], dtype=bool)
+            scores = self._gather_scores(rows, micros, every_M, outputs)
         routes = self._sum_routes(micros)
         lr = self._current_learning_rate() if lr is None else lr
         with track_activity("optimizer step", self.groups.describe_peers("all")):
@@ -371,7 +391,12 @@ class MegatronModel:
         with track_activity("sum of the metrics", self.groups.describe_peers("data", "pipeline")):
             sums = self._reduce_metrics(stats, ("loss", "num_tokens", *names))
         return StepResult(
-            metric_sums=sums, grad_norm=norm, learning_rate=lr, applied=applied, routes=routes
+            metric_sums=sums,
+            grad_norm=norm,
+            learning_rate=lr,
+            applied=applied,
+            routes=routes,
+            scores=scores,
         )
 
     def recorded_routes(self) -> list[RecordedRoutes]:

@@ -19,6 +19,7 @@ from mega_agentrl.actor.kernels import describe_kernels
 from mega_agentrl.actor.megatron_model import (
     MegatronModel,
     RankInfo,
+    StepResult,
     TrainableRank,
     route_metrics,
     summarize_steps,
@@ -31,6 +32,7 @@ from mega_agentrl.actor.training.objectives import (
     PolicyObjective,
     SftObjective,
     policy_metrics,
+    require_targets,
 )
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
 from mega_agentrl.batch.packed_rows import PackedRows
@@ -86,6 +88,7 @@ class PolicyRank(TrainableRank):
             shape, self.megatron_model.groups, exact=config.model.zero_mismatch
         )
         self._reference: ReferenceWeights | None = None
+        self._update_scores: PackedScores | None = None
         self._profiler = StepProfiler()
 
     def load_hf(self, folder: str) -> None:
@@ -202,6 +205,14 @@ class PolicyRank(TrainableRank):
         logps: list[float] = scores.values[0].tolist()
         return logps
 
+    def update_scores(self) -> PackedScores | None:
+        """Return log-probs and entropies of the rows of the last update's first optimizer step.
+
+        They are those before the step, 0 for tokens that are not trained on. Only without
+        `TrainConfig.has_scoring_pass`, and on the ranks that return `compute_log_probs`.
+        """
+        return self._update_scores
+
     def update(
         self, shard: UpdateShard, scored: ScoringShard | None = None, lr: float | None = None
     ) -> UpdateStats:
@@ -216,14 +227,24 @@ class PolicyRank(TrainableRank):
         rows = shard.gather_rows(scored)
         head = self._log_prob_head(rows, self._temperature)
         metrics = policy_metrics(self._config.algo)
-        results = []
+        if len(shard.steps) > 1:
+            require_targets(shard.targets, ["old_logp"], "update", "compute_log_probs")
+        results: list[StepResult] = []
         for step in shard.steps:
             objective = PolicyObjective(self._config.algo, shard.targets, step.denominator)
             results.append(
                 self.megatron_model.train_step(
-                    rows, step.micros, shard.targets.mask_M, head, objective, metrics, lr=lr
+                    rows,
+                    step.micros,
+                    shard.targets.mask_M,
+                    head,
+                    objective,
+                    metrics,
+                    lr=lr,
+                    keep_scores=not (results or self._config.has_scoring_pass),
                 )
             )
+        self._update_scores = results[0].scores if results else None
         stats = summarize_steps(results, metrics)
         return replace(stats, metrics={**stats.metrics, **route_metrics(results)})
 

@@ -71,6 +71,8 @@ class EstimatorTraits:
     """Whether the tokens of a trajectory have equal advantages unless a KL is in the reward."""
     supports_kl_in_reward: bool = False
     """Whether it subtracts the KL from the rewards with `algo.kl_placement=reward`."""
+    reads_scores: bool = False
+    """Whether it reads the policy's log-probs or entropies."""
     equal_rewards_give_zero: bool = False
     """Whether all advantages of a group with equal rewards are 0, whatever the policy's log-probs
     and entropies are."""

@@ -101,6 +101,16 @@ class RolloutCorrection(Choice):
     """Weights per sequence; sequences above C are masked."""
 
 
+class OldLogProbs(Choice):
+    """Log-probs that the ratios of a loss are taken to."""
+
+    policy = "policy"
+    """Those of the policy at the start of the update."""
+    engine = "engine"
+    """Those that the tokens were sampled with; the ratios then also correct for the difference
+    between engine and policy, and for older weights."""
+
+
 class KlPlacement(Choice):
     """Quantity to which the KL penalty is applied."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from mega_agentrl.config.enums import RouterReplay
+from mega_agentrl.config.enums import OldLogProbs, RouterReplay
 from mega_agentrl.config.ranges import MAX_STEPS, MAX_TEXT_CHARS, Length, Range, Section
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.data import DataConfig
@@ -79,6 +79,24 @@ class TrainConfig(Section):
     def replays_sampled_routes(self) -> bool:
         """Whether training asks the engines for the experts of each token, if the model has any."""
         return self.model.router_replay is RouterReplay.sampled and not self.is_eval_only
+
+    @property
+    def has_scoring_pass(self) -> bool:
+        """Whether the policy scores a batch before its update.
+
+        Without that pass, the log-probs and entropies of a batch are those of the update itself,
+        before its first optimizer step.
+        """
+        is_needed_by_loss = (
+            self.optim.num_minibatches > 1 and self.algo.old_log_probs is OldLogProbs.policy
+        )
+        return (
+            is_needed_by_loss
+            or self.algo.reads_scores
+            or self.algo.needs_critic
+            or self.model.zero_mismatch
+            or self.model.router_replay is RouterReplay.old
+        )
 
     @property
     def is_eval_only(self) -> bool:

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
     from mega_agentrl.runtime.weight_sync import WeightSynchronizer

@@ -8,7 +8,7 @@ method in `ares`, `advantages` and `controllers`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mega_agentrl.rollout.groups.batch_collector import RolloutBatch
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.train.run_logger import RunLogger
-    from mega_agentrl.types.batch import TrainBatch, UpdateStats
+    from mega_agentrl.types.batch import TrainBatch, UpdateScores, UpdateStats
     from mega_agentrl.types.components import Components
 
 
@@ -58,6 +58,19 @@ class TrainInputs:
     has_signal_B: torch.Tensor | None = None
     """[B] bool, the rows to train on; None for all (`row_signal`)."""
     metrics: dict[str, float] = field(default_factory=dict)
+
+    def with_scores(self, scores: UpdateScores | None) -> TrainInputs:
+        """Return the inputs with the log-probs of the update; None for those of a scoring pass."""
+        if scores is None:
+            return self
+        return replace(
+            self,
+            batch=self.batch.with_fields(
+                old_logp_BT=scores.logp_BT,
+                entropy_BT=scores.entropy_BT,
+                is_scored_B=scores.is_scored_B,
+            ),
+        )
 
 
 class Algorithm:

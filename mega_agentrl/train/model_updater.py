@@ -30,8 +30,9 @@ class ModelUpdater:
         self._config = config
 
     def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
-        """Fill log-probs and entropies, and with a critic `value_BT`."""
-        batch = self._components.policy.compute_log_probs(batch)
+        """Fill log-probs and entropies if the run has such a pass, and with a critic `value_BT`."""
+        if self._config.has_scoring_pass:
+            batch = self._components.policy.compute_log_probs(batch)
         critic = self._components.critic
         return batch if critic is None else critic.compute_values(batch)
 
@@ -51,9 +52,7 @@ class ModelUpdater:
         critic_stats = critic.update(train_inputs.batch)
         is_warmup = step <= self._config.optim.critic_warmup_steps
         policy_stats = (
-            self._skipped_update_stats()
-            if is_warmup
-            else self._update_policy(train_inputs)
+            self._skipped_update_stats() if is_warmup else self._update_policy(train_inputs)
         )
         return policy_stats, {
             "critic/loss": critic_stats.metrics["value_loss"],

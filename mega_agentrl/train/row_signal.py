@@ -1,13 +1,13 @@
 """Which rows of a batch can change the policy: the others are neither scored nor trained on.
 
-Where the loss of a token has the advantage as a factor (`LossTraits.is_zero_without_advantage`), and
-there is neither a KL term nor an entropy bonus in it, a row whose advantages are all 0 has the loss
-0 and the gradient 0. Its tokens still count in the denominators of the loss, so leaving it out
-changes the update only by the order in which sums are rounded, and with `deterministic=true` not at
-all (`batch.row_sharding.RowSharder.keeps_order`).
+Where the loss of a token has the advantage as a factor (`LossTraits.is_zero_without_advantage`) and
+neither a KL term nor an entropy bonus, a row whose advantages are all 0 has the loss 0 and the
+gradient 0. Its tokens still count in the denominators of the loss, so leaving it out changes the
+update only by the order in which sums are rounded, and with `deterministic=true` not at all
+(`batch.row_sharding.RowSharder.keeps_order`).
 
-A group whose rewards are equal has no advantages. Where they depend on nothing but the rewards, such
-a group is found before the policy scores the batch.
+A group whose rewards are equal has no advantages. Where they depend on nothing but the rewards,
+such a group is found before the policy scores the batch.
 """
 
 from __future__ import annotations

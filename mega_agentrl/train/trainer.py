@@ -94,6 +94,7 @@ class Trainer:
         compute_advantages = self.algorithm.compute_advantages
         inputs = self._interruptible("advantage", compute_advantages, rollouts, batch)
         stats, critic_metrics = self._timed("update", self.policy.update, inputs, step)
+        inputs = inputs.with_scores(stats.scores)
         self.profiler.stop(step)
         self._timed("rollout", self.rollouts.wait_before_weight_sync)
         metrics = self._timed("advantage", self.algorithm.observe, rollouts, inputs, stats)

@@ -148,6 +148,18 @@ class TrainBatch:
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)
+class UpdateScores:
+    """Log-probs and entropies that the first step of an update had before it, 0 elsewhere."""
+
+    logp_BT: torch.Tensor
+    """[B, T] float32 log-probs of the trained tokens."""
+    entropy_BT: torch.Tensor
+    """[B, T] float32 entropies in nats."""
+    is_scored_B: torch.Tensor
+    """[B] bool, the rows of the first step."""
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
 class UpdateStats:
     """Statistics of one update of the policy or the critic."""
 
@@ -163,6 +175,8 @@ class UpdateStats:
     """Number of optimizer steps skipped because of non-finite gradients."""
     metrics: Mapping[str, float]
     """Further metrics, as means over the global batch."""
+    scores: UpdateScores | None = None
+    """Scores of the batch before the update; None if the policy had scored it in a pass."""
 
 
 def _check_dtype(name: str, got: torch.dtype) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    import torch
+
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.images import ImageInput, PlacedImage
     from mega_agentrl.types.records import (

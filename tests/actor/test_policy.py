@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank, StepProfiler
+from mega_agentrl.batch.packed_rows import unpack_scores
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.errors import InputError
 from tests.parallel.merge import scores_by_row
@@ -58,6 +60,27 @@ def test_rows_that_are_left_out_change_no_bit_of_a_deterministic_update(run, bat
         scores.append(scores_by_row([rank[-1] for rank in ranks], batch)[0])
     assert num_tokens[0] == int(batch.mask_BT.sum()) > num_tokens[1] > 0
     assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("layout", [{"data": 2}, {"pipeline": 2}, {"context": 2}], ids=str)
+def test_without_a_scoring_pass_the_update_scores_the_batch_itself(run, batch, layout):
+    ranks = run([("compute_log_probs", batch), ("update", batch, None, 0.0)], layout)
+    logp_BT, entropy_BT = scores_by_row([rank[0] for rank in ranks], batch)
+    expected = run(
+        [("update", batch.with_fields(old_logp_BT=logp_BT), None, 0.0)],
+        layout,
+        optim__num_minibatches=1,
+    )[0][0]
+    ranks = run(
+        [("update", batch.with_fields(old_logp_BT=None), None, 0.0), ("update_scores",)], layout
+    )
+    got = ranks[0][0]
+    assert (got.loss, got.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+    assert got.metrics["clipfrac"] == 0
+    trained_B = batch.mask_BT.any(1)
+    scored = unpack_scores([rank[1] for rank in ranks], batch.length_B, 12, trained_B)
+    for value_BT, whole_BT in zip(scored, (logp_BT, entropy_BT), strict=True):
+        assert_close(value_BT, torch.where(batch.mask_BT, whole_BT, 0.0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_weight_per_token_replaces_the_kl_coefficient(run, batch):

@@ -162,7 +162,9 @@ def test_a_step_without_signal_is_taken_with_empty_micro_batches():
 def test_tokens_that_are_shared_with_a_row_that_counts_are_not_spared():
     # The first tree has inputs of 11, and 5, 1 and 2 more tokens; the third row alone reads 12.
     batch = make_tree_batch()
-    batch = batch.with_fields(mask_BT=torch.ones_like(batch.mask_BT) & (batch.length_B > 0)[:, None])
+    batch = batch.with_fields(
+        mask_BT=torch.ones_like(batch.mask_BT) & (batch.length_B > 0)[:, None]
+    )
     sharder = RowSharder(num_data=1, budget_tokens=60, num_multiple=1)
     _, num_spared = leave_out(batch, sharder, [False, False, True, False] + [True] * 4)
     tree = row_lengths(batch)

@@ -5,6 +5,7 @@ The module imports little, because each actor's process imports it.
 
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import ray
@@ -55,11 +56,17 @@ class FakeRank:
         return PackedScores(row_R=rows.row_R, values=(sums_R,))
 
     def update(self, shard, *scored):
-        self.args = len(shard.new_rows.token_N), shard.gather_rows(*(scored or [None])).token_N
+        rows = shard.gather_rows(*(scored or [None]))
+        self.args = len(shard.new_rows.token_N), rows.token_N
+        self.updated = SimpleNamespace(rows=rows, args=self.args)
         stats = {"loss": float(self.rank), "grad_norm": 1.0, "learning_rate": 0.0}
         return UpdateStats(**stats, num_tokens=1, num_skipped_steps=0, metrics={})
 
     sft_step = update
+
+    def update_scores(self):
+        self.args = self.updated.args
+        return self.compute_log_probs(self.updated, reference=False)
 
     def export_hf(self, folder):
         raise OSError("disk full")

@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+from dataclasses import replace
 
 import pytest
 
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.data import DataConfig
-from mega_agentrl.config.sections.policy import SftConfig
+from mega_agentrl.config.sections.policy import OptimConfig, SftConfig
 from mega_agentrl.config.sections.rollout import RolloutConfig
 from mega_agentrl.config.sections.runtime import EngineConfig, EvaluateConfig, ReportConfig
 from mega_agentrl.data.sft_dataset import Demonstration, DemonstrationSampler
@@ -16,6 +17,7 @@ from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.components import Components
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt
 from tests.train.file_policy import FilePolicy
+from tests.train_batches import update_scores
 
 
 class FakePolicy(FilePolicy):
@@ -40,7 +42,8 @@ class FakePolicy(FilePolicy):
     def update(self, batch, kl_weight_BT=None, has_signal_B=None):
         assert batch.advantage_BT is not None
         self.calls.append("update")
-        return self._stats(int(batch.mask_BT.sum()))
+        scores = update_scores(batch, self.gap)
+        return replace(self._stats(int(batch.mask_BT.sum())), scores=scores)
 
     def sft_step(self, batch):
         self.calls.append("sft_step")
@@ -110,6 +113,7 @@ def config(tmp_path):
         engine=EngineConfig(max_model_len=128),
         rollout=RolloutConfig(group_size=4, max_response_tokens=60, max_turns=4),
         data=DataConfig(prompts_per_step=3),
+        optim=OptimConfig(num_minibatches=2),
         sft=SftConfig(batch_size=2),
         evaluate=EvaluateConfig(num_samples=2),
         report=ReportConfig(trackers=[]),

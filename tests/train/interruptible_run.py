@@ -32,6 +32,7 @@ from mega_agentrl.types.serialization import to_builtins
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, random_text
 from tests.train.file_policy import FilePolicy
 from tests.train.metric_lines import metric_lines
+from tests.train_batches import update_scores
 
 STEPS = 3
 
@@ -107,7 +108,8 @@ class LearningPolicy(FilePolicy):
         self._moments.pass_by("updated")
         prompts = float(zlib.crc32(repr(batch.prompt_ids).encode()))
         gap = abs(self.weight - self.reference)
-        return self._stats(batch, {"ref_kl": gap, "prompts": prompts})
+        stats = self._stats(batch, {"ref_kl": gap, "prompts": prompts})
+        return replace(stats, scores=update_scores(batch, self.weight / 100))
 
     def sft_step(self, batch):
         self._moments.pass_by("sft_step")

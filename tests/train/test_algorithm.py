@@ -106,7 +106,7 @@ def test_the_coefficient_follows_the_measured_kl(components, config, place):
     assert after.adaptive_kl.coef == pytest.approx(want, rel=1e-9)
     assert shown["kl/coef"] == after.adaptive_kl.coef
     assert (train_inputs.kl_weight_BT is None) is (place is KlPlacement.reward)
-    _, _, same, _ = one_step(components, config, controllers, num_skipped=1)
+    _, _, same, _ = one_step(components, config, controllers, num_skipped=2)
     assert same == controllers
 
 

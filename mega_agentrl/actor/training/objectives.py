@@ -48,14 +48,14 @@ class PolicyObjective:
 
     algo: AlgoConfig
     targets: PackedTargets
-    """Targets of the rows of the data rank. `old_logp` and `advantage` are required, `ref_logp`
-    with a KL term; `importance_weight` weighs the policy loss if it is set, `kl_weight` replaces
-    `algo.kl_coef`."""
+    """Targets of the rows of the data rank. `advantage` is required, `ref_logp` with a KL term;
+    without `old_logp` the ratios are 1, as in the first step of an update; `importance_weight`
+    weighs the policy loss if it is set, `kl_weight` replaces `algo.kl_coef`."""
     denominator: float
     """Divisor of the loss, counted over the whole step."""
 
     def __post_init__(self) -> None:
-        required = ["old_logp", "advantage"] + (["ref_logp"] if self.has_kl_term else [])
+        required = ["advantage"] + (["ref_logp"] if self.has_kl_term else [])
         require_targets(self.targets, required, "update", "compute_log_probs")
 
     @property
@@ -78,7 +78,7 @@ class PolicyObjective:
         loss_RT, info = compute_policy_loss(
             self.algo,
             logp_RT,
-            pad("old_logp"),
+            logp_RT.detach() if self.targets.old_logp_M is None else pad("old_logp"),
             pad("advantage"),
             local_mask_RT,
             None if self.targets.importance_weight_M is None else pad("importance_weight"),

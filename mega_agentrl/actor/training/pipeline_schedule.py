@@ -67,17 +67,29 @@ class PipelineSchedule:
         )
 
     def forward_backward(
-        self, micros: Sequence[MicroBatch], head: OutputHead, objective: Objective
+        self,
+        micros: Sequence[MicroBatch],
+        head: OutputHead,
+        objective: Objective,
+        outputs: list[tuple[torch.Tensor, ...]] | None = None,
     ) -> list[MicroBatchStats]:
         """Accumulate gradients in the buffers of the chunks and reduce them.
 
         Waits for the other pipeline stages, tensor and data ranks, at most for the timeout of
         the groups.
 
+        Args:
+            micros: The micro-batches.
+            head: Maps hidden states to the inputs of the objective.
+            objective: Loss and metrics of a micro-batch.
+            outputs: Gets the head's `[R, T]` tensors of each micro-batch on the last stage.
+
         Returns:
             The stats of each micro-batch on the last stage, an empty list on other stages.
         """
-        return self._run_schedule(micros, partial(_loss_func, head=head, objective=objective))
+        return self._run_schedule(
+            micros, partial(_loss_func, head=head, objective=objective, outputs=outputs)
+        )
 
     @torch.no_grad()
     def forward_only(
@@ -141,8 +153,12 @@ def _loss_func(
     *,
     head: OutputHead,
     objective: Objective,
+    outputs: list[tuple[torch.Tensor, ...]] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, MicroBatchStats]:
-    loss, stats = objective(micro, *head(model, micro, hidden_S1D))
+    values = head(model, micro, hidden_S1D)
+    if outputs is not None:
+        outputs.append(tuple(value.detach() for value in values))
+    loss, stats = objective(micro, *values)
     # The second value, Megatron's number of tokens, is not used: see `_finalize_grads`.
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), stats
 

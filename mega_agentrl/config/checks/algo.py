@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mega_agentrl.config.algorithm_traits import ESTIMATORS, LOSSES
-from mega_agentrl.config.enums import AresMode, Branching, KlPlacement, RolloutCorrection
+from mega_agentrl.config.enums import (
+    AresMode,
+    Branching,
+    KlPlacement,
+    OldLogProbs,
+    RolloutCorrection,
+)
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.input_files import reading
 from mega_agentrl.config.sections.algo import DEFAULT_TRIGGER_WORDS, AresConfig
@@ -90,6 +96,14 @@ def _check_whole_trajectories(config: TrainConfig) -> None:
 
 
 def _check_correction(config: TrainConfig) -> None:
+    correction, old = config.algo.rollout_correction, config.algo.old_log_probs
+    if old is OldLogProbs.engine and correction is not RolloutCorrection.none:
+        raise ConfigError(
+            "algo.rollout_correction",
+            correction,
+            f"none with algo.old_log_probs={old}, whose ratios correct for the engine already",
+            "tokens would be weighted twice",
+        )
     by_sequence = (RolloutCorrection.sequence_truncate, RolloutCorrection.sequence_mask)
     source = config.rollout.source_of_contexts
     if config.algo.rollout_correction in by_sequence and source:

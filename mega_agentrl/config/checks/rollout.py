@@ -15,6 +15,7 @@ from mega_agentrl.config.enums import (
     Branching,
     CallProtocol,
     ForkBudgetMode,
+    OldLogProbs,
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import ConfigError
@@ -254,10 +255,15 @@ def check_staleness(config: TrainConfig) -> None:
             f"False with {cause}, with which the weights that sample a token depend on timing",
             "settings of another run",
         )
-    if config.algo.rollout_correction is RolloutCorrection.none:
+    is_corrected = (
+        config.algo.rollout_correction is not RolloutCorrection.none
+        or config.algo.old_log_probs is OldLogProbs.engine
+    )
+    if not is_corrected:
         warnings.warn(
             f"algo.rollout_correction=none with rollout.max_staleness={staleness}: tokens of older "
             "weights are trained on without importance weights, which "
-            "algo.rollout_correction=token_truncate adds",
+            "algo.rollout_correction=token_truncate adds; algo.old_log_probs=engine takes the "
+            "ratios to the log-probs that they were sampled with",
             stacklevel=3,
         )

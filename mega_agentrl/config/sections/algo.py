@@ -22,6 +22,7 @@ from mega_agentrl.config.enums import (
     KlEstimator,
     KlPlacement,
     LossAggregation,
+    OldLogProbs,
     RolloutCorrection,
 )
 from mega_agentrl.config.errors import check_range
@@ -137,6 +138,10 @@ class AlgoConfig(Section, key="algo"):
     """Reduction of per-token losses to a scalar."""
     entropy_coef: Annotated[float, Range(at_least=0, at_most=1000)] = 0.0
     """Coefficient of the entropy bonus."""
+    old_log_probs: OldLogProbs = OldLogProbs.policy
+    """Log-probs that the ratios of the loss are taken to. The pass that computes those of the
+    policy is left out where nothing else needs it: with `engine`, and with
+    `optim.num_minibatches=1`, whose ratios are 1."""
     rollout_correction: RolloutCorrection = RolloutCorrection.none
     """Importance weights for the mismatch between the engine's and the policy's log-probs."""
     rollout_correction_cap: Annotated[float, Range(at_least=1, at_most=1_000_000)] = 2.0
@@ -207,6 +212,21 @@ class AlgoConfig(Section, key="algo"):
         ARES has one even if `kl_coef` is 0, because its KL weights grow.
         """
         return self.kl_coef > 0 or self.ares.mode is not AresMode.off
+
+    @property
+    def reads_scores(self) -> bool:
+        """Whether weights or advantages are computed from the policy's log-probs or entropies.
+
+        A user's own estimator is taken to read them.
+        """
+        return bool(
+            self.needs_reference
+            or self.rollout_correction is not RolloutCorrection.none
+            or self.egpo.lam
+            or self.entropy_advantage_weight
+            or self.has_user_advantage
+            or self.estimator.reads_scores
+        )
 
     @property
     def is_zero_without_advantage(self) -> bool:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS, unpack_scores
-from mega_agentrl.config.enums import RouterReplay
+from mega_agentrl.config.enums import OldLogProbs, RouterReplay
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.runtime.remote_calls import (
     ModelRankDiedError,
@@ -29,13 +30,13 @@ from mega_agentrl.runtime.remote_calls import (
 )
 from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
+from mega_agentrl.types.batch import UpdateScores
 from mega_agentrl.types.routes import merge_recorded_routes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
-    import torch
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.config.sections.algo import AlgoConfig
@@ -80,6 +81,7 @@ RANK_OPERATIONS = {
     "start_profile": RankOperation(),
     "stop_profile": RankOperation(),
     "update": RankOperation(needs_gpu=True, changes_weights=True),
+    "update_scores": RankOperation(),
 }
 """All methods of `actor.policy.PolicyRank` that the driver calls by name."""
 
@@ -264,7 +266,8 @@ class PolicyGroup(RankGroup):
     def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs and entropies, each [B, T] float32.
 
-        They are 0 in rows that are not to be scored. Reference log-probs are only computed if the objective needs them.
+        They are 0 in rows that are not to be scored. Reference log-probs are only computed if the
+        objective needs them.
         """
         shards = self._sender.send_for_scoring(batch)
         logp_BT, entropy_BT = self._score(batch, shards, reference=False)
@@ -313,8 +316,11 @@ class PolicyGroup(RankGroup):
             has_signal_B: [B] bool, False for rows to leave out, whose loss is 0; None to train on
                 all rows.
         """
+        given = batch
+        if self._config.algo.old_log_probs is OldLogProbs.engine:
+            given = batch.with_fields(old_logp_BT=batch.rollout_logp_BT)
         shards = self._sender.send_for_update(
-            batch,
+            given,
             POLICY_TARGETS,
             str(self._config.algo.loss_aggregation),
             kl_weight_BT,
@@ -326,7 +332,18 @@ class PolicyGroup(RankGroup):
             "load_imbalance": self._sender.load_imbalance,
             "num_spared_tokens": float(self._sender.num_spared_tokens),
         }
-        return replace(stats, metrics=metrics)
+        scores = None if self._config.has_scoring_pass else self._update_scores(batch)
+        return replace(stats, metrics=metrics, scores=scores)
+
+    def _update_scores(self, batch: TrainBatch) -> UpdateScores:
+        answers = [answer for answer in self.call_all("update_scores") if answer is not None]
+        is_scored_B = torch.zeros_like(batch.length_B).bool()
+        for answer in answers:
+            is_scored_B[torch.from_numpy(answer.row_R.copy())] = True
+        logp_BT, entropy_BT = unpack_scores(
+            answers, batch.length_B, batch.response_BT.size(1), is_scored_B
+        )
+        return UpdateScores(logp_BT=logp_BT, entropy_BT=entropy_BT, is_scored_B=is_scored_B)
 
     def sft_step(self, batch: TrainBatch) -> UpdateStats:
         """Train on a batch of demonstrations and return the stats of rank 0."""

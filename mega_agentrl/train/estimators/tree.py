@@ -135,7 +135,9 @@ def _appo(
     return AdvantageResult(inputs.rows.split_rows(total_AL, inputs.batch))
 
 
-@register_advantage("appo_released", needs_groups=True, supports_kl_in_reward=True)
+@register_advantage(
+    "appo_released", needs_groups=True, supports_kl_in_reward=True, reads_scores=True
+)
 def _appo_released(
     inputs: AdvantageInputs,
     algo: AlgoConfig,

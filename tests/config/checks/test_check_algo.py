@@ -13,6 +13,7 @@ from mega_agentrl.config.enums import (
     AresMode,
     Branching,
     KlPlacement,
+    OldLogProbs,
     RolloutCorrection,
 )
 from mega_agentrl.config.schema import TrainConfig
@@ -160,6 +161,14 @@ def test_a_weight_by_sequence_needs_trajectories_of_one_row(correction):
         assert refused_setting(check_algo, config) == ("algo.rollout_correction", correction)
     else:
         check_algo(config)
+
+
+def test_ratios_to_the_engines_log_probs_are_not_corrected_again():
+    config = TrainConfig(algo=AlgoConfig(old_log_probs=OldLogProbs.engine))
+    check_algo(config)
+    config.algo.rollout_correction = RolloutCorrection.token_mask
+    setting = ("algo.rollout_correction", RolloutCorrection.token_mask)
+    assert refused_setting(check_algo, config) == setting
 
 
 def test_egpo_adds_to_advantages_of_trajectories():

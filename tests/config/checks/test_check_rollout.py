@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mega_agentrl.config.checks.rollout import check_agent, check_lengths, check_staleness
-from mega_agentrl.config.enums import Branching, CallProtocol, RolloutCorrection
+from mega_agentrl.config.enums import Branching, CallProtocol, OldLogProbs, RolloutCorrection
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.config.schema import TrainConfig
 from tests.config.refusals import refused, refused_setting
@@ -26,6 +26,9 @@ def test_staleness_with_a_correction_passes_silently(config):
         warnings.simplefilter("error")
         check_staleness(config)
         check_staleness(TrainConfig())
+        config.algo.rollout_correction = RolloutCorrection.none
+        config.algo.old_log_probs = OldLogProbs.engine
+        check_staleness(config)
 
 
 def test_staleness_without_a_correction_warns(config):

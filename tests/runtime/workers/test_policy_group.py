@@ -7,7 +7,7 @@ import pytest
 import ray
 import torch
 
-from mega_agentrl.config.enums import AresMode
+from mega_agentrl.config.enums import AresMode, RolloutCorrection
 from mega_agentrl.config.schema import TrainConfig
 from mega_agentrl.config.sections.algo import AlgoConfig, AresConfig
 from mega_agentrl.config.sections.policy import ModelConfig, ParallelConfig
@@ -69,6 +69,18 @@ def test_an_update_sends_no_tokens_that_the_rank_has_scored(group):
         for actor, tokens in zip(actors, expected, strict=True):
             num_new, token_N = ray.get(actor.last_args.remote())
             assert (num_new, token_N.tolist()) == (len(tokens), tokens)
+
+
+def test_without_a_scoring_pass_an_update_returns_the_log_probs_of_its_rows(group):
+    policy, _ = group()
+    has_signal_B = torch.tensor([True, False, True])
+    stats = policy.update(batch(), None, has_signal_B)
+    assert stats.metrics["num_spared_tokens"] > 0
+    assert stats.scores.is_scored_B.tolist() == has_signal_B.tolist()
+    expected_BT = torch.where(has_signal_B.unsqueeze(1), -batch().response_BT.float(), 0.0)
+    assert torch.equal(stats.scores.logp_BT, expected_BT)
+    with_pass, _ = group(rollout_correction=RolloutCorrection.token_truncate)
+    assert with_pass.update(with_pass.compute_log_probs(batch())).scores is None
 
 
 def test_only_rank_zero_is_profiled(group, tmp_path, monkeypatch):

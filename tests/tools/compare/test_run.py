@@ -22,6 +22,7 @@ from mega_agentrl.types.records import Score
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, unit
 from tests.train.file_policy import FilePolicy
 from tests.train.interruptible_run import LearningCritic, Moments
+from tests.train_batches import update_scores
 from tools.compare.budget import Budget
 from tools.compare.run import (
     ComparisonSetup,
@@ -58,7 +59,7 @@ class Learner(FilePolicy):
             raise KeyboardInterrupt
         if self.verbs.count("update") == self.runs_dry_at:
             raise ValueError("no group is left")
-        return self._learn(batch, 0.01)
+        return replace(self._learn(batch, 0.01), scores=update_scores(batch))
 
     def sft_step(self, batch):
         return self._learn(batch, 0.1)
