@@ -81,6 +81,11 @@ class TrainConfig(Section):
         return self.model.router_replay is RouterReplay.sampled and not self.is_eval_only
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether policy and engines never compute at the same time."""
+        return self.rollout.max_staleness == 0
+
+    @property
     def has_scoring_pass(self) -> bool:
         """Whether the policy scores a batch before its update.
 

@@ -37,6 +37,7 @@ def set_vllm_environment(
     gpus: str | None = None,
     log_path: Path | None = None,
     exact_model: str = "",
+    has_all_cores: bool = False,
 ) -> None:
     """Set vLLM's variables in this process; must run before the first `import vllm`.
 
@@ -50,6 +51,7 @@ def set_vllm_environment(
         log_path: File for vLLM's log lines, including those of its child processes; None for
             stderr.
         exact_model: Model folder if vLLM's layers shall compute with `numerics`, else empty.
+        has_all_cores: Whether nothing else computes on this machine's CPUs while the engine does.
     """
     variables = {
         HOST_PID_VARIABLE: str(os.getpid()),
@@ -75,7 +77,7 @@ def set_vllm_environment(
         # `TappedSamplerV2` needs the V2 runner; vLLM would choose the V1 runner for some models.
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     else:
-        variables |= _cpu_variables(config)
+        variables |= _cpu_variables(config, has_all_cores=has_all_cores)
     if deterministic:
         variables |= {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if exact_model:
@@ -85,11 +87,11 @@ def set_vllm_environment(
     os.environ.update(variables)
 
 
-def _cpu_variables(config: EngineConfig) -> dict[str, str]:
+def _cpu_variables(config: EngineConfig, *, has_all_cores: bool) -> dict[str, str]:
     """Return the variables of the CPU build.
 
-    One worker shares the cores with the engine core and the host, so it gets half of them. Several
-    workers are each bound to their own share, which vLLM requires on one NUMA node.
+    One worker gets half of the cores, or all if no one else computes meanwhile. Several workers are
+    each bound to their own share, which vLLM requires on one NUMA node.
     """
     variables = {
         "VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib),
@@ -97,7 +99,7 @@ def _cpu_variables(config: EngineConfig) -> dict[str, str]:
     }
     cpus = sorted(os.sched_getaffinity(0))
     if config.tensor_parallel_size == 1:
-        threads = max(1, len(cpus) // 2)
+        threads = len(cpus) if has_all_cores else max(1, len(cpus) // 2)
         return variables | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),

@@ -41,6 +41,13 @@ def test_workers_are_bound_to_their_share(monkeypatch, cpus, tensor, expected):
     assert os.environ[HOST_PID_VARIABLE] == str(os.getpid())
 
 
+@pytest.mark.parametrize(("has_all_cores", "threads"), [(True, "4"), (False, "2")])
+def test_one_worker_has_all_cores_if_nothing_else_computes(monkeypatch, has_all_cores, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    set_vllm_environment(EngineConfig(), has_all_cores=has_all_cores)
+    assert os.environ["OMP_NUM_THREADS"] == threads
+
+
 def test_a_gpu_gets_no_cpu_variables_and_the_gpus_it_shares(monkeypatch):
     for name in ("VLLM_CPU_KVCACHE_SPACE", "TORCH_COMPILE_DISABLE"):
         monkeypatch.delenv(name, raising=False)

@@ -64,6 +64,7 @@ class EngineActor:
         gpus: str | None = None,
         return_routes: bool = False,
         exact: bool = False,
+        has_all_cores: bool = False,
     ) -> None:
         """Redirect the output; vLLM is imported by `start`.
 
@@ -76,6 +77,7 @@ class EngineActor:
             gpus: CUDA names of the GPUs shared with the policy, empty on CPUs; None if not shared.
             return_routes: Whether to return the experts of each token of a model that has experts.
             exact: Whether to compute with `numerics`.
+            has_all_cores: Whether nothing else computes while the engine does.
         """
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
@@ -86,6 +88,7 @@ class EngineActor:
         self._gpus = gpus
         self._return_routes = return_routes
         self._exact = exact
+        self._has_all_cores = has_all_cores
         self._engine: Any = None
 
     async def start(self, model_path: str, seed: int, timeout_s: float) -> None:
@@ -104,6 +107,7 @@ class EngineActor:
             ready_timeout_s=timeout_s,
             gpus=self._gpus,
             exact_model=model_path if self._exact else "",
+            has_all_cores=self._has_all_cores,
         )
         from mega_agentrl.generator.engine import Engine
 
@@ -198,6 +202,7 @@ class GeneratorGroup:
                 gpus,
                 config.replays_sampled_routes,
                 config.model.zero_mismatch,
+                config.takes_turns and config.cluster.num_engines == 1,
             )
 
         actors = [spawn_actor(index) for index in range(config.cluster.num_engines)]

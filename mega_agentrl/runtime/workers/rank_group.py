@@ -56,7 +56,7 @@ class RankActor:
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
         # torch reads these variables when it is imported.
-        self._num_threads = num_threads_per_rank(config, _count_node_slots())
+        self._num_threads = num_threads_per_rank(config, *_node_slots())
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
         # By default each rank starts a process per core, up to 32, that compiles kernels. vLLM sets
         # this variable in the engines itself.
@@ -93,24 +93,30 @@ class RankActor:
         )
 
 
-def num_threads_per_rank(config: TrainConfig, num_node_slots: int) -> int:
+def num_threads_per_rank(config: TrainConfig, num_node_slots: int, on_gpu: bool) -> int:
     """Return the CPU threads per rank: a node's ranks share half of its cores, engines the rest.
+
+    On CPUs the ranks have all cores of a run in which policy and engines take turns.
 
     Args:
         config: The run.
         num_node_slots: Number of ranks that this node has room for.
+        on_gpu: Whether the node has GPUs.
     """
     if config.deterministic:
         return 1
     num_cores = len(os.sched_getaffinity(0))
-    return max(1, num_cores // (2 * min(config.parallel.world_size, num_node_slots)))
+    if on_gpu or not config.takes_turns:
+        num_cores //= 2
+    return max(1, num_cores // min(config.parallel.world_size, num_node_slots))
 
 
-def _count_node_slots() -> int:
-    """Return the number of GPUs that Ray has on this node, or of its CPUs if it has no GPU."""
+def _node_slots() -> tuple[int, bool]:
+    """Return the number of GPUs that Ray has on this node, or of its CPUs, and which they are."""
     node_id = ray.get_runtime_context().get_node_id()
     resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == node_id)
-    return max(1, int(resources.get("GPU", 0) or resources.get("CPU", 0)))
+    num_gpus = int(resources.get("GPU", 0))
+    return max(1, num_gpus or int(resources.get("CPU", 0))), num_gpus > 0
 
 
 class RankGroup:

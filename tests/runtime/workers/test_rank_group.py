@@ -109,14 +109,19 @@ def test_a_rank_compiles_with_its_share_of_the_cores(group):
     ("num_ranks", "num_node_slots", "num_threads"),
     [(64, 8, 6), (4, 8, 12), (8, 1, 48), (1000, 1000, 1)],
 )
-def test_the_ranks_of_a_node_share_half_of_its_cores(
+def test_the_ranks_of_a_node_share_its_cores_or_half_of_them(
     num_ranks, num_node_slots, num_threads, monkeypatch
 ):
+    """Half with GPUs, or where the engines compute at the same time."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(96)))
     config = TrainConfig(parallel=ParallelConfig(data=num_ranks))
-    assert num_threads_per_rank(config, num_node_slots) == num_threads
+    assert num_threads_per_rank(config, num_node_slots, on_gpu=True) == num_threads
+    all_cores = max(1, 96 // min(num_ranks, num_node_slots))
+    assert num_threads_per_rank(config, num_node_slots, on_gpu=False) == all_cores
+    config.rollout.max_staleness = 1
+    assert num_threads_per_rank(config, num_node_slots, on_gpu=False) == num_threads
     config.deterministic = True
-    assert num_threads_per_rank(config, num_node_slots) == 1
+    assert num_threads_per_rank(config, num_node_slots, on_gpu=False) == 1
 
 
 @pytest.mark.extended
