@@ -491,10 +491,10 @@ class MegatronModel:
                 total[4] += 0 if rank.pipeline_rank else log.expected_digest
         peers = groups.describe_peers("data", "pipeline", *(["tensor"] if is_split else []))
         with track_activity("sum of the routes", peers):
-            for group in (groups.pg_collection.dp_cp, groups.pg_collection.pp):
-                dist.all_reduce(total, group=group)
-            if is_split:
-                dist.all_reduce(total, group=groups.pg_collection.tp)
+            collection = groups.pg_collection
+            for group in (collection.dp_cp, collection.pp, *([collection.tp] if is_split else [])):
+                if group.size() > 1:
+                    dist.all_reduce(total, group=group)
         num_pairs, num_replayed, num_differing, used, expected = total.tolist()
         if (used - expected) % 2**DIGEST_BITS:
             raise RuntimeError(

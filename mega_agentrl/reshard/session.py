@@ -32,6 +32,8 @@ from mega_agentrl.reshard.transports.registry import check_transport, join_trans
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from mega_agentrl.config.sections.policy import LoraConfig
     from mega_agentrl.reshard.layout import ShardLayout
     from mega_agentrl.reshard.planner.transfer_plan import Hop, TransferPlan
@@ -141,7 +143,7 @@ def join_session(
     *,
     store: TCPStore | None = None,
 ) -> TransferExecutor:
-    """Connect to all other ranks.
+    """Wait for all ranks at the store, then connect to those that this one exchanges frames with.
 
     Args:
         session: The session to join.
@@ -160,6 +162,7 @@ def join_session(
             store = TCPStore(session.address, session.port, is_master=False, timeout=timeout)
         keyed_store = PrefixStore(session.store_prefix, store)
         keyed_store.set(f"joined/{rank}", "1")
+        wait_for_all(keyed_store, world_size, session.timeout_s)
         transport = join_transport(
             keyed_store,
             rank,
@@ -182,6 +185,22 @@ def join_session(
         transport.close()
         name = f"rank {rank} of the weight transfer, {error.name}"
         raise InputError(name, error.got, error.expected, error.cause) from error
+
+
+def wait_for_all(store: Store, num_ranks: int, timeout_s: float) -> None:
+    """Return when all ranks have called this; a barrier that needs no connections between them.
+
+    Args:
+        store: A store with a prefix of its own for this barrier.
+        num_ranks: Number of ranks.
+        timeout_s: Deadline.
+
+    Raises:
+        RuntimeError: At the deadline, or if the store cannot be reached.
+    """
+    if store.add("num_arrived", 1) == num_ranks:
+        store.set("all_arrived", "1")
+    store.wait(["all_arrived"], timedelta(seconds=timeout_s))
 
 
 def _missing_ranks(session: TransferSession, store: TCPStore | None) -> tuple[int, ...] | None:

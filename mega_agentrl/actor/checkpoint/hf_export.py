@@ -72,11 +72,8 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
     plan = plan_files(stages, shapes, element_bytes=element_bytes, max_file_bytes=MAX_FILE_BYTES)
     if dist.get_rank() == 0:
         begin_export(target, model.hf_source_folder)
-    dist.barrier()
+    model.groups.barrier("begin of export")
     stage_group = model.groups.pg_collection.tp_dp_cp
-    # NCCL creates the communicator in the first operation, which needs all ranks of the stage. Only
-    # ranks with blocks take part in the rounds.
-    dist.barrier(group=stage_group)
     blocks_by_rank = _blocks_by_rank(shape, parallel, dist.get_process_group_ranks(stage_group))
     for file in plan:
         if file.stage != model.groups.coordinates.model_parallel_rank.pipeline_rank:
@@ -87,7 +84,7 @@ def export_hf_folder(target: Path, model: MegatronModel) -> None:
         }
         if stage_group.rank() == 0:
             _write_safetensors(partial_export_folder(target) / file.name, tensors)
-    dist.barrier()
+    model.groups.barrier("end of export")
     if dist.get_rank() == 0:
         finish_export(target, plan, shapes, element_bytes=element_bytes)
 

@@ -15,6 +15,7 @@ ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints are unc
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import threading
 from concurrent.futures import Future, wait
@@ -32,8 +33,9 @@ from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
 from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.torch_dist_reader import read_sharded_state
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
+from mega_agentrl.actor.parallel.process_groups import connect_store
 from mega_agentrl.config.errors import ConfigError
-from mega_agentrl.errors import InputError
+from mega_agentrl.reshard.session import wait_for_all
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ def save_checkpoint(
     with track_activity("writing of the checkpoint", model.groups.describe_peers("all")):
         state = sharded_state.sharded_state_to_save(model)
         manifest = _make_manifest(model, checkpoint_dir.to_json_dict(extra or {}, "extra"))
-        dist.barrier()
+        model.groups.barrier("checkpoint saves")
         expected = sharded_state.stored_shapes(model)
         return _SaveJob(Path(folder), state, expected, manifest, keep).result(timeout_s)
 
@@ -102,7 +104,7 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
             "the tower)",
         )
     with track_activity("check of the checkpoint", model.groups.describe_peers("all")):
-        _check_files_on_all_ranks(folder, manifest)
+        _check_files_on_all_ranks(folder, manifest, model.groups.timeout_s)
     masters = sharded_state.has_master_weights(getattr(torch, manifest.dtype))
     state = sharded_state.sharded_state_to_load(
         model,
@@ -120,14 +122,16 @@ def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
     return manifest.extra
 
 
-def _check_files_on_all_ranks(folder: Path, manifest: CheckpointManifest) -> None:
+def _check_files_on_all_ranks(folder: Path, manifest: CheckpointManifest, timeout_s: float) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     names = sorted(manifest.files)[rank::size]
-    own_damage = checkpoint_dir.find_damage(folder, manifest, names, contents=True)
-    damages: list[InputError | None] = [None] * size
-    dist.all_gather_object(damages, own_damage)
-    for damage in filter(None, damages):
-        raise damage
+    damage = checkpoint_dir.find_damage(folder, manifest, names, contents=True)
+    store = connect_store("checkpoint/checks")
+    if damage is not None:
+        store.set("damage", pickle.dumps(damage))
+    wait_for_all(store, size, timeout_s)
+    if store.check(["damage"]):
+        raise pickle.loads(store.get("damage"))
 
 
 def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointManifest:
@@ -167,7 +171,9 @@ class _SaveJob:
         self._num_to_keep = keep
         self._rank = dist.get_rank()
         description = f"saving checkpoint {folder}"
-        self._barrier = SaveBarrier(_connect_store(), self._rank, manifest.num_ranks, description)
+        self._barrier = SaveBarrier(
+            connect_store("checkpoint/saves"), self._rank, manifest.num_ranks, description
+        )
         self._future: Future[Path] = Future()
         threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
 
@@ -240,14 +246,3 @@ class _SaveJob:
         checkpoint_dir.commit_folder(partial, self.folder, manifest)
         if self._num_to_keep is not None:
             checkpoint_dir.prune_checkpoints(run_folder, self._num_to_keep)
-
-
-def _connect_store() -> dist.Store:
-    """Open a new connection to the job's store, with a prefix for this save.
-
-    The prefix contains a counter per rank, which is equal on all ranks because all ranks start
-    the same saves.
-    """
-    store = dist.distributed_c10d._get_default_store().clone()
-    number = store.add(f"checkpoint/saves/{dist.get_rank()}", 1)
-    return dist.PrefixStore(f"checkpoint/{number}", store)

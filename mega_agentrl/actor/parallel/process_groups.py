@@ -10,10 +10,15 @@ have in common:
     context  t, d, p         model     c, d           data x context   t, p
     embedding                first and last stage of a pipeline (tied embedding)
     expert, expert tensor, expert data, and their products over the stage
-    alone    this rank only, for Megatron's fields that this project does not use
+    all      the default group
+    alone    this rank only: a partition into single ranks, or a field that is not used
 
 Megatron's global `parallel_state` is not used. An unset field of `ProcessGroupCollection` is
 None, which torch would take for the default group, so every field in use is set and checked.
+
+A rank creates its own groups only. NCCL creates a communicator in the first collective of a group,
+which at the first checkpoint would find the GPU full: all are created right after the groups. A
+barrier goes over the job's store and needs none.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -30,6 +36,7 @@ from mega_agentrl.actor import device
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.partition import ModelParallelRank
+from mega_agentrl.reshard.session import wait_for_all
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
@@ -41,7 +48,6 @@ _SHARED_COORDINATES: dict[str, tuple[str, ...]] = {
     "tp": ("context", "data", "pipeline"),
     "dp_cp": ("tensor", "pipeline"),
     "expt_dp": ("expert_tensor", "expert", "pipeline"),
-    "intra_dist_opt": (),
     "pp": ("tensor", "context", "data"),
     "dp": ("tensor", "context", "pipeline"),
     "mp": ("context", "data"),
@@ -65,6 +71,12 @@ _GROUP_FIELDS = {
 }
 """Field of `ProcessGroupCollection` by the name of the group in messages; "data" is the group that
 sums gradients."""
+
+_FIELDS_WITH_COLLECTIVES = (
+    *("intra_dist_opt", "tp", "cp", "pp", "dp_cp", "tp_dp_cp", "ep", "expt_tp", "tp_ep"),
+    *("expt_dp", "embd"),
+)
+"""Fields whose groups Megatron or this project use for more than ranks and sizes."""
 
 _MAX_LISTED_RANKS = 8
 
@@ -144,6 +156,12 @@ class ParallelGroups:
 
     coordinates: RankCoordinates
     pg_collection: ProcessGroupCollection
+    timeout_s: float
+    """Timeout of every collective and barrier."""
+
+    def barrier(self, name: str) -> None:
+        """Wait for all ranks over the job's store; raises `RuntimeError` at the timeout."""
+        wait_for_all(connect_store(f"barriers/{name}"), dist.get_world_size(), self.timeout_s)
 
     @property
     def last_stage_rank(self) -> int:
@@ -205,15 +223,26 @@ def init_process_groups(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-        return ParallelGroups(
-            coordinates=coordinates, pg_collection=build_pg_collection(parallel, rank, timeout_s)
-        )
+        pg_collection = build_pg_collection(parallel, rank, timeout_s)
+        _create_communicators(pg_collection)
+    return ParallelGroups(coordinates=coordinates, pg_collection=pg_collection, timeout_s=timeout_s)
 
 
 def destroy_process_groups() -> None:
     """Destroy all groups; safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def connect_store(name: str) -> dist.Store:
+    """Open a new connection to the job's store, with a prefix for this use of the name.
+
+    The prefix contains a counter per rank, which is equal on all ranks because all ranks use a
+    name equally often.
+    """
+    store = dist.distributed_c10d._get_default_store().clone()
+    number = store.add(f"{name}/{dist.get_rank()}", 1)
+    return dist.PrefixStore(f"{name}/{number}", store)
 
 
 def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[list[int]]:
@@ -230,40 +259,52 @@ def partition_ranks(parallel: ParallelConfig, shared: Sequence[str]) -> list[lis
     return list(ranks_by_coordinates.values())
 
 
+def own_group_ranks(parallel: ParallelConfig, rank: int) -> dict[str, list[int]]:
+    """Return the ranks of each group of a rank, by Megatron's name, in the order of creation.
+
+    The group of all ranks is left out, which is the default one.
+    """
+    ranks_of = {
+        name: next(ranks for ranks in partition_ranks(parallel, shared) if rank in ranks)
+        for name, shared in _SHARED_COORDINATES.items()
+    }
+    ends = sorted({ranks_of["pp"][0], ranks_of["pp"][-1]})
+    return ranks_of | {"embd": ends if rank in ends else [rank]}
+
+
 def build_pg_collection(
     parallel: ParallelConfig, rank: int, timeout_s: float
 ) -> ProcessGroupCollection:
-    """Create the groups of an initialised `torch.distributed`; all ranks call this.
+    """Create this rank's groups of an initialised `torch.distributed`; all ranks call this.
 
     `timeout_s` is the timeout of every collective: a group without its own has the default of its
     backend, not that of `init_process_group`.
     """
-    build_partition = partial(_build_partition, rank=rank, timeout=timedelta(seconds=timeout_s))
-    single_rank_group = build_partition([[r] for r in range(parallel.world_size)])
-    pipelines = partition_ranks(parallel, _SHARED_COORDINATES["pp"])
-    embedding_group = build_partition([sorted({ranks[0], ranks[-1]}) for ranks in pipelines])
+    # Members wait for each other only, and the name of a group counts the groups of the rank: all
+    # members must have created as many, in the same order. Inner stages lack `embd`, the last one.
+    new_group = partial(
+        dist.new_group, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
+    )
+    world = dist.group.WORLD
+    alone = world if parallel.world_size == 1 else new_group([rank])
     groups = {
-        name: build_partition(partition_ranks(parallel, shared))
-        for name, shared in _SHARED_COORDINATES.items()
+        name: new_group(ranks) if len(ranks) > 1 else alone
+        for name, ranks in own_group_ranks(parallel, rank).items()
     }
     unset = [name for name, group in groups.items() if group is None]
     assert not unset, f"process groups without rank {rank}: {unset}"
     return ProcessGroupCollection(
         **groups,
-        embd=embedding_group or single_rank_group,
-        pos_embd=single_rank_group,
+        intra_dist_opt=world,
+        pos_embd=alone,
         intra_dp_cp=groups["dp_cp"],
         intra_expt_dp=groups["expt_dp"],
     )
 
 
-def _build_partition(
-    partition: list[list[int]], *, rank: int, timeout: timedelta
-) -> dist.ProcessGroup | None:
-    """Create every group of a partition, in the same order on all ranks; return this rank's."""
-    own_group = None
-    for ranks in partition:
-        group = dist.new_group(ranks, timeout=timeout)
-        if rank in ranks:
-            own_group = group
-    return own_group
+def _create_communicators(collection: ProcessGroupCollection) -> None:
+    """Reduce one element over each group with collectives, in the same order on all ranks."""
+    element = torch.zeros(1, device=device.current_device())
+    groups = (getattr(collection, name) for name in _FIELDS_WITH_COLLECTIVES)
+    for group in dict.fromkeys(groups):
+        dist.all_reduce(element, group=group)

@@ -201,7 +201,9 @@ class AdamOptimizer:
             total += get_total_norm(counted_gradients).to(total).square() / num_replicas
             # Adds 0, or NaN if a gradient that does not count is not finite.
             total += get_total_norm(other_gradients).to(total) * 0.0
-        dist.all_reduce(total, group=self._groups.pg_collection.intra_dist_opt)
+        everyone = self._groups.pg_collection.intra_dist_opt
+        if everyone.size() > 1:
+            dist.all_reduce(total, group=everyone)
         return math.sqrt(total.item())
 
     def _num_grad_replicas(self, optimizer: MegatronOptimizer) -> int:

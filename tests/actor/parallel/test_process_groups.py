@@ -18,6 +18,8 @@ from mega_agentrl.actor.parallel.process_groups import (
 from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.errors import InputError
 from tests.config.refusals import refused_setting
+from tests.parallel.collective_guard import run_guarded
+from tests.tiny_models import make_tiny_model
 
 
 def test_tensor_runs_fastest_then_context_then_data_then_pipeline():
@@ -86,3 +88,55 @@ def test_one_rank_has_every_group_and_can_leave_twice(one_rank):
     destroy_process_groups()
     destroy_process_groups()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("qwen3_moe", {"data": 2, "expert": 2}, id="experts"),
+        pytest.param("qwen3", {"pipeline": 2}, id="pipeline", marks=pytest.mark.extended),
+        pytest.param("qwen3", {"tensor": 2}, id="tensor", marks=pytest.mark.extended),
+        pytest.param("qwen3", {"context": 2}, id="context", marks=pytest.mark.extended),
+        pytest.param("qwen3", {}, id="one-rank", marks=pytest.mark.extended),
+        pytest.param(
+            "qwen3_moe",
+            {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2, "sequence_parallel": True},
+            id="expert-tensor",
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_no_communicator_is_created_after_the_groups(
+    model, layout, batch, train_config, rank_pool, tmp_path
+):
+    """Neither by training nor by a checkpoint; nor does a rank reduce alone."""
+    config = train_config(make_tiny_model(model, tmp_path / "model", tied=True), **layout)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    counts = rank_pool.run(run_guarded, config.parallel.world_size, config, batch, tmp_path)
+    assert min(counts) > 0
+
+
+def count_new_groups(rank_info, layout):
+    """Return the groups of more than one rank that a rank creates, and the number of all."""
+    created, new_group = [], dist.new_group
+
+    def watch(ranks, **options):
+        created.append(ranks)
+        return new_group(ranks, **options)
+
+    dist.new_group = watch
+    try:
+        init_process_groups(layout, **rank_info)
+    finally:
+        dist.new_group = new_group
+    return [ranks for ranks in created if len(ranks) > 1], len(created)
+
+
+def test_a_rank_creates_its_own_groups_only(rank_pool):
+    """With 2 x 2 ranks a rank has its row, its column and the products; all is the default."""
+    layout = ParallelConfig(data=2, pipeline=2)
+    groups, count = zip(*rank_pool.run(count_new_groups, 4, layout), strict=True)
+    for rank, of_rank in enumerate(groups):
+        assert of_rank and all(rank in ranks and len(ranks) < 4 for ranks in of_rank)
+    # dp_cp, expt_dp, dp and tp_dp_cp; pp, mp and tp_ep_pp; embd; and the one of a single rank.
+    assert count == (9, 9, 9, 9)
