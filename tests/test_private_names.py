@@ -130,6 +130,7 @@ OF_OTHERS = {
     "_C",
     "_accelerator_getAllocatorSettings",
     "_accelerator_setAllocatorSettings",
+    "_Options",
     "_attn_implementation",
     "_cdata",
     "_dynamo",

@@ -2,6 +2,7 @@
 
     python tools/bench_reshard.py [--quick] [--cases PATTERN ...] [--repeats N] [--bucket-mib N]
         [sizes]
+    python tools/bench_reshard.py --join RANKS ...
 
 Trainer: 4 processes, TP 2 x PP 2, that hold the shards of a random Qwen3 as Megatron splits it.
 Engine: a real vLLM engine with TP 2. The paths alternate over the same processes, and times are
@@ -32,6 +33,12 @@ TRANSPORT is how our bytes are sent; BASELINE is the framework whose weight upda
 `reshard_bench/baselines.py`. After an update, log-probs of a fixed prompt must be equal bit by bit
 for every path. A line has the keys bench, case, unit, ours, baseline and ratio = baseline / ours;
 everything else is printed to stderr.
+
+With `--join` only these cases are measured, for each number of processes, on this machine:
+
+    join/RANKS         seconds until all have joined a session; `baseline` is a gloo group of all of
+                       them, which connects each with every other
+    connections/RANKS  TCP connections between them
 
 vLLM's own `nccl_m2n` is not compared, and the tool prints why: it needs a package that vLLM does
 not depend on, and one mesh for all of the trainer's parameters, so it supports no pipeline.
@@ -166,6 +173,23 @@ def measure(chosen: Sequence[Case], args: argparse.Namespace, sizes: ModelSizes)
         yield results.line(case)
 
 
+def measure_joins(counts: Sequence[int]) -> Iterator[Any]:
+    """Yield two lines for each number of ranks."""
+    from tools.reshard_bench.join import measure_join
+
+    for num_ranks in counts:
+        costs = measure_join(num_ranks)
+        ours, mesh = costs["session"], costs["mesh"]
+        yield bench_line("reshard", f"join/{num_ranks}", "s", ours.wall_s, mesh.wall_s)
+        yield bench_line(
+            "reshard",
+            f"connections/{num_ranks}",
+            "connections",
+            ours.num_connections,
+            mesh.num_connections,
+        )
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the lines of the chosen cases."""
     parser = argparse.ArgumentParser(
@@ -174,6 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", default=["*"], metavar="PATTERN")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--join", nargs="+", type=int, default=[], metavar="RANKS")
     for field in fields(ModelSizes):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=int, default=getattr(DEFAULT_SIZES, field.name))
@@ -188,7 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
     # gloo and vLLM write to standard output, which is reserved for the result.
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for line in measure(chosen, args, sizes):
+    measured = measure_joins(args.join) if args.join else measure(chosen, args, sizes)
+    for line in measured:
         lines.write(json.dumps(line) + "\n")
         lines.flush()
     return 0

@@ -23,6 +23,14 @@ Prints one JSON line per case, and ends with code 1 if a bound is broken:
                    `copy_calls_max` calls copy and digest them, each one launch on a GPU
     received_ratio received / own bytes, of the rank whose ratio is farthest from 1
     network_gib    bytes between machines, at least `min_network_gib`
+    connections    TCP connections of all ranks in a session, to each other and to the store (a full
+                   mesh of 768 ranks has 294,528); `connections_max` is the most of a rank, at most
+                   two for each of the `peers_limit` peers by direction, and one
+    groups_max     process groups that a trainer rank creates; at most 14 (`GROUPS_LIMIT`)
+    store_requests requests of all ranks to the store in a join, of which one each waits for the
+                   others: the join's only barrier
+    control_mib    bytes of the parts of the plan that the driver serializes for a join, each once;
+                   at most 128 (`CONTROL_LIMIT_MIB`) up to 512 + 256 ranks
 
 One layer of each type is traced through vLLM's loader and repeated; the plan covers all ranks and
 tensors and is made as in a run (`reshard.link_planner`). No weights, processes or GPU are needed.
@@ -39,11 +47,13 @@ import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mega_agentrl.config.sections.policy import ParallelConfig
 from mega_agentrl.estimate.weight_transfer import plan_rank_locations, trainer_parallel_sizes
 from mega_agentrl.reshard.frames import FrameCodec
 from mega_agentrl.reshard.layout import Block, ShardLayout, distinct_layouts
@@ -68,7 +78,9 @@ CONFIGS = ROOT / "tools" / "model_configs"
 PEERS_LIMIT = 32
 SETUP_LIMIT_S = 60.0
 REPLACE_LIMIT_S = 10.0
-MAX_RANKS_WITH_TIME_LIMITS = 512 + 256
+GROUPS_LIMIT = 14
+CONTROL_LIMIT_MIB = 128.0
+MAX_RANKS_WITH_LIMITS = 512 + 256
 GIB = 2**30
 
 
@@ -190,7 +202,7 @@ def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     start_s = time.process_time()
     planner = LinkPlanner(list(hf_shapes(sides.shape)), args.dtype, bucket_bytes)
     link_plan = planner.plan(sides.trainer_layouts, sides.engine_layouts, locations)
-    _serialize(link_plan)
+    control_bytes = _serialize(link_plan)
     plan_s = time.process_time() - start_s
     start_s = time.process_time()
     new_locations = _move_last_engine(locations, tensor)
@@ -203,13 +215,16 @@ def simulate(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     )
     _serialize(planner.plan(sides.trainer_layouts, sides.engine_layouts, new_locations))
     replace_s = time.process_time() - start_s
-    is_limited = len(locations) <= MAX_RANKS_WITH_TIME_LIMITS
+    is_limited = len(locations) <= MAX_RANKS_WITH_LIMITS
     return _describe(case, sides, link_plan, locations, args) | {
         "setup_s": round(sides.trace_s + plan_s, 3),
         "setup_limit_s": SETUP_LIMIT_S if is_limited else None,
         "trace_s": round(sides.trace_s, 3),
         "replace_s": round(replace_s, 3),
         "replace_limit_s": REPLACE_LIMIT_S if is_limited else None,
+        "groups_max": _count_groups(case),
+        "control_mib": round(control_bytes / 2**20, 2),
+        "control_limit_mib": CONTROL_LIMIT_MIB if is_limited else None,
     }
 
 
@@ -240,6 +255,8 @@ def _describe(
         largest = max(largest, *modules.values())
         copies = max(copies, _count_copies(link_plan.engine_plans[0], rank, layout))
     slots = 2 * max(bucket.num_bytes for bucket in plan.buckets)
+    pairs = {frozenset(hop) for bucket in plan.buckets for hop in bucket.hops}
+    num_peers = Counter(rank for pair in pairs for rank in pair)
     return {
         "bench": "simulate_reshard",
         "case": case.name,
@@ -257,9 +274,22 @@ def _describe(
         "received_ratio": max(ratios, key=lambda ratio: abs(ratio - 1.0)),
         "network_gib": round(traffic.total_bytes(LinkType.network) / GIB, 2),
         "min_network_gib": round(traffic.min_network_bytes / GIB, 2),
+        "connections": len(pairs) + plan.world_size,
+        "connections_max": max(num_peers.values()) + 1,
+        "connections_limit": 2 * PEERS_LIMIT + 1,
+        "store_requests": count_store_requests(plan.world_size, len(pairs)),
         "published": case.published,
         "buckets": len(plan.buckets),
     }
+
+
+def count_store_requests(num_ranks: int, num_pairs: int) -> int:
+    """Return the requests to the store in a join.
+
+    A rank sets that it has joined and its address, arrives at the barrier and waits there; the last
+    one opens it. Then it waits for the address of each peer and gets it.
+    """
+    return 4 * num_ranks + 1 + 2 * 2 * num_pairs
 
 
 def _count_copies(plan: TransferPlan, rank: int, layout: Layout) -> tuple[int, int]:
@@ -279,6 +309,9 @@ def broken_bounds(line: dict[str, Any]) -> list[str]:
         "replace_s": line["replace_limit_s"],
         "network_gib": line["min_network_gib"],
         "received_ratio": 1.0,
+        "connections_max": line["connections_limit"],
+        "groups_max": GROUPS_LIMIT,
+        "control_mib": line["control_limit_mib"],
     }
     return [
         f"{key}={line[key]}, expected at most {limit}"
@@ -386,11 +419,20 @@ def trainer_layouts(shape: ModelShape, sizes: TrainerParallelSizes) -> list[Layo
     return layouts
 
 
-def _serialize(link_plan: LinkPlan) -> None:
-    """Serialize all distinct parts of the plan, as the driver does."""
+def _serialize(link_plan: LinkPlan) -> int:
+    """Serialize all distinct parts of the plan, as the driver does; return their bytes."""
     parts = [*link_plan.trainer_plans, *link_plan.engine_plans]
-    for part in {id(part): part for part in parts}.values():
-        pickle.dumps(part)
+    return sum(len(pickle.dumps(part)) for part in {id(part): part for part in parts}.values())
+
+
+def _count_groups(case: Case) -> int:
+    """Return the number of process groups that the first trainer rank creates, of all kinds."""
+    from mega_agentrl.actor.parallel.process_groups import own_group_ranks
+
+    parallel = ParallelConfig(
+        **({"sequence_parallel": case.trainer.get("tensor", 1) > 1} | case.trainer)
+    )
+    return 1 + sum(len(ranks) > 1 for ranks in own_group_ranks(parallel, 0).values())
 
 
 def _move_last_engine(locations: Sequence[RankLocation], tensor: int) -> list[RankLocation]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_shape import ModelShape
@@ -25,6 +27,8 @@ from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault, cut
 from tests.reshard.rollout_cuts import rollout_layout
 from tests.tiny_models import make_tiny_model
+from tools.reshard_bench.join import make_plan, num_connections
+from tools.simulate_reshard import count_store_requests
 
 DEADLINE_S = 300.0
 FRAME = Fault(kind="kill", rank=1, frame=3)
@@ -176,3 +180,53 @@ def test_a_session_survives_plain_values(trainer, rollout_layouts):
     plain = pickle.loads(pickle.dumps(session.to_init_info(first_rank=2)))
     assert plain["first_rank"] == 2
     assert TransferSession.from_bytes(plain["session"]) == session
+
+
+class CountingStore(Store):
+    """Counts requests by their kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.counts = HashStore(), Counter()
+
+    def _ask(self, kind, *arguments):
+        self.counts[kind] += 1
+        return getattr(self.inner, kind)(*arguments)
+
+    def set(self, key, value):
+        return self._ask("set", key, value)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def add(self, key, amount):
+        return self._ask("add", key, amount)
+
+    def wait(self, keys, timeout=None):
+        return self._ask("wait", keys, *([] if timeout is None else [timeout]))
+
+    def check(self, keys):
+        return self._ask("check", keys)
+
+
+def test_a_join_connects_the_pairs_of_the_plan_and_has_one_barrier():
+    plan, layout = make_plan(8, 2)
+    session = TransferSession(
+        address="127.0.0.1", port=1, key="link", plan=plan, timeout_s=DEADLINE_S
+    )
+    store, num_before = CountingStore(), num_connections()
+    with ThreadPoolExecutor(plan.world_size) as pool:
+        executors = list(
+            pool.map(
+                lambda rank: join_session(session, rank, [layout], store=store),
+                range(plan.world_size),
+            )
+        )
+    num_pairs = len(session.hops())
+    assert num_pairs == 8
+    # Both ends are here. gloo may connect a pair again where a connection takes long.
+    assert 2 * num_pairs <= num_connections() - num_before < 2 * 2 * num_pairs < 10 * 9
+    assert store.counts["add"] == plan.world_size
+    assert store.counts.total() == count_store_requests(plan.world_size, num_pairs)
+    for executor in executors:
+        executor.close()

@@ -78,6 +78,14 @@ def check_reshard(lines):
     assert lines["received/gloo/verl"]["ours"] == pytest.approx(whole / 2, rel=0.01)
 
 
+def check_join(lines):
+    """Two rollout ranks connect to four sources each; a mesh connects all eight ranks."""
+    connections = lines["connections/8"]
+    # gloo may connect a pair again where a connection takes long.
+    assert 8 <= connections["ours"] < 2 * 8
+    assert connections["baseline"] >= 8 * 7 / 2
+
+
 def check_actor(lines):
     """Tokens per second are those of the step; there is no peak of a CPU."""
     steps, tokens, mfu, memory = lines.values()
@@ -131,6 +139,7 @@ FORMS = (
     form("bench_neighbours.py", "--quick", seconds=6),
     form("bench_replay.py", "--quick", seconds=60),
     form("bench_reshard.py", "--quick", seconds=60, check=check_reshard),
+    form("bench_reshard.py", "--join", "8", seconds=8, name="join", check=check_join),
     form(
         "bench_rollout.py", "--quick", *MODEL_AND_DATA, seconds=40, unmeasured="latency/mean",
         check=check_rollout,

@@ -86,7 +86,8 @@ def test_every_recipe_that_trains_a_released_model_is_a_case():
 KEYS = {
     "bench", "case", "open_gib", "open_limit_gib", "peers_max", "peers_limit", "setup_s",
     "replace_s", "predicted_s", "floor_s", "received_ratio", "network_gib", "min_network_gib",
-    "published",
+    "published", "connections", "connections_max", "connections_limit", "store_requests",
+    "groups_max", "control_mib", "control_limit_mib",
 }  # fmt: skip
 
 
@@ -105,6 +106,23 @@ def test_a_small_model_keeps_the_bounds(small, capsys):
     assert line["peers_max"] <= line["peers_limit"] == 32
     assert line["open_gib"] <= line["open_limit_gib"]
     assert 0 < line["copy_calls_max"] < line["copies_max"]
+    assert line["connections_max"] <= line["connections_limit"] == 2 * 32 + 1
+    assert line["connections"] < 16 + 16 * 15 / 2, "a full mesh"
+    assert 0 < line["groups_max"] <= simulate_reshard.GROUPS_LIMIT
+    assert 0 < line["control_mib"] < 1
+
+
+@pytest.mark.slow(30)
+def test_the_largest_cluster_with_limits_keeps_those_of_the_control_path(capsys):
+    simulate_reshard.main(["--case", "235b-a22b-768"])
+    line = json.loads(capsys.readouterr().out)
+    assert (line["trainer_ranks"], line["rollout_ranks"]) == (512, 256)
+    assert line["connections"] < 768 * 767 / 2 / 20
+    assert line["store_requests"] == 4 * 768 + 1 + 4 * (line["connections"] - 768)
+    assert line["control_limit_mib"] == simulate_reshard.CONTROL_LIMIT_MIB
+    # Those of CPU seconds depend on the machine.
+    problems = simulate_reshard.broken_bounds(line)
+    assert [problem for problem in problems if "_s=" not in problem] == []
 
 
 def test_colocated_ranks_on_one_machine_use_no_network(small, capsys):

@@ -55,9 +55,9 @@ class JoinContext:
     device: torch.device | None
     """GPU of this process, or None without one."""
     hops: Sequence[tuple[int, int]]
-    """(source, target) of all frames that the transport will carry, the same on all ranks."""
+    """(source, target) of all frames that the transport will carry to or from this rank."""
     gloo: GlooTransport
-    """Connects all ranks; for control messages and host memory."""
+    """Connects the rank with its peers; for control messages and host memory."""
     shared_memory: SharedMemoryTransport
     """Owns the slots of the rank."""
 
@@ -192,28 +192,31 @@ def join_transport(
     world_size: int,
     timeout_s: float,
     *,
+    hops: Iterable[tuple[int, int]],
     locations: Sequence[RankLocation] = (),
-    hops: Iterable[tuple[int, int]] = (),
     chosen: TransportKind = TransportKind.auto,
 ) -> Transport:
-    """Connect to all other ranks.
+    """Connect to the ranks that this one exchanges frames with.
 
     Args:
         store: Where the ranks meet.
         rank: Rank of this process.
         world_size: Number of ranks.
         timeout_s: Deadline for meeting, and for control messages afterwards.
+        hops: (source, target) of all frames that the rank will send or receive; others may be
+            missing.
         locations: Locations of all ranks; without any, all links use gloo.
-        hops: (source, target) of all frames that will be sent, the same on all ranks.
         chosen: Transport of all hops, which must connect them (`check_transport`), or auto.
 
     Raises:
-        RuntimeError: If not all ranks arrive by the deadline.
+        RuntimeError: If a peer does not arrive by the deadline.
         ValueError: If the number of locations is not the number of ranks.
     """
     if locations and len(locations) != world_size:
         raise InputError("number of locations", len(locations), f"{world_size}, one per rank")
-    gloo = GlooTransport.join(store, rank, world_size, timeout_s)
+    own_hops = {hop for hop in hops if rank in hop}
+    peers = {source + target - rank for source, target in own_hops}
+    gloo = GlooTransport.join(store, rank, world_size, timeout_s, peers=peers)
     on_device = bool(locations) and locations[rank].device is not None
     if not locations or (chosen is TransportKind.gloo and not on_device):
         return gloo
@@ -222,14 +225,8 @@ def join_transport(
         gloo, MemfdMemory() if device is None else CudaIpcMemory(device), timeout_s
     )
     kind_of_peer = {
-        peer: transport_kind_between(locations[rank], locations[peer], chosen)
-        for peer in range(world_size)
-        if peer != rank
+        peer: transport_kind_between(locations[rank], locations[peer], chosen) for peer in peers
     }
-    hops_of_kind: dict[TransportKind, list[tuple[int, int]]] = {kind: [] for kind in TRANSPORTS}
-    for source, target in hops:
-        kind = transport_kind_between(locations[source], locations[target], chosen)
-        hops_of_kind[kind].append((source, target))
     transports = {
         kind: entry.join(
             JoinContext(
@@ -238,7 +235,7 @@ def join_transport(
                 world_size=world_size,
                 timeout_s=timeout_s,
                 device=device,
-                hops=hops_of_kind[kind],
+                hops=[hop for hop in own_hops if kind_of_peer[sum(hop) - rank] is kind],
                 gloo=gloo,
                 shared_memory=shared_memory,
             )

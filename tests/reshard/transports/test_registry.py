@@ -123,17 +123,22 @@ def test_close_closes_every_transport():
     assert one.closed_ranks == two.closed_ranks == {0}
 
 
+HOPS = [(0, 1), (1, 2), (2, 3)]
+
+
 def two_machines(store, rank, world_size, timeout_s):
     """Ranks 0 and 1 on one, ranks 2 and 3 on another."""
     locations = [RankLocation(number // 2) for number in range(world_size)]
-    return join_transport(store, rank, world_size, timeout_s, locations=locations)
+    return join_transport(store, rank, world_size, timeout_s, hops=HOPS, locations=locations)
+
+
+def without_locations(store, rank, world_size, timeout_s):
+    return join_transport(store, rank, world_size, timeout_s, hops=HOPS)
 
 
 def over_gloo(store, rank, world_size, timeout_s):
-    locations = [RankLocation(0)] * world_size
-    return join_transport(
-        store, rank, world_size, timeout_s, locations=locations, chosen=TransportKind.gloo
-    )
+    options = {"locations": [RankLocation(0)] * world_size, "chosen": TransportKind.gloo}
+    return join_transport(store, rank, world_size, timeout_s, hops=HOPS, **options)
 
 
 def is_gloo(rank_state):
@@ -149,14 +154,14 @@ def test_a_frame_goes_from_machine_to_machine_and_on():
         group.start(3, receive, 2, len(VALUES))
         assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
         group.finish(0)
-        for kind in (join_transport, over_gloo):  # without locations, and if gloo is chosen
+        for kind in (without_locations, over_gloo):
             group.join(kind, kind.__name__)
             assert all(group.ask(rank, is_gloo) for rank in range(4))
 
 
 def test_locations_of_other_ranks_are_an_error():
     with pytest.raises(InputError) as caught:
-        join_transport(None, 0, 3, 1.0, locations=[RankLocation(0)] * 2)
+        join_transport(None, 0, 3, 1.0, hops=HOPS, locations=[RankLocation(0)] * 2)
     assert (caught.value.name, caught.value.got) == ("number of locations", 2)
 
 
@@ -166,8 +171,7 @@ def with_devices(store, rank, world_size, timeout_s):
     if devices[rank] is not None:
         torch.cuda.set_device(devices[rank])
     locations = [RankLocation(0, device) for device in devices]
-    hops = [(0, 1), (1, 2), (2, 3)]
-    return join_transport(store, rank, world_size, timeout_s, locations=locations, hops=hops)
+    return join_transport(store, rank, world_size, timeout_s, hops=HOPS, locations=locations)
 
 
 @pytest.mark.gpu
