@@ -332,9 +332,9 @@ class TransportKind(Choice):
     """Technology that carries the weights from rank to rank."""
 
     auto = "auto"
-    """The fastest one for each pair of ranks."""
+    """NCCL between two GPUs, memory within one GPU or one machine without GPUs, otherwise gloo."""
     shared_memory = "shared_memory"
-    """Memory that both ranks map: of one GPU, or of one machine for ranks without a GPU."""
+    """Memory that both ranks map, on one machine; two GPUs of it need peer access."""
     nccl = "nccl"
     """NCCL, between two GPUs."""
     gloo = "gloo"

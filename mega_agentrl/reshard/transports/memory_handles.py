@@ -1,4 +1,4 @@
-"""Memory that another process on the same machine, or on the same GPU, can map.
+"""Memory that another process on the same machine can map, of the host or of a GPU.
 
     owner                                   peer
     block = memory.allocate(num_bytes)      tensor = memory.open(handle)
@@ -119,7 +119,10 @@ class CudaIpcBuffer:
 
 
 class CudaIpcMemory:
-    """Memory shared by processes that use one GPU, whatever index it has in each."""
+    """Memory shared by processes that use one GPU, whatever index it has in each.
+
+    The memory of another GPU is mapped for the process's own one, which needs peer access to it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,19 +1,20 @@
 """Registry of the transports: which of them connects two ranks, and how a rank joins it.
 
-    shared_memory   ranks on one GPU, or on one machine and both without a GPU
     nccl            ranks on two GPUs
+    shared_memory   ranks on one machine, both with a GPU or both without
     gloo            any two ranks; device memory is staged through the host
 
 With `weight_sync.transport=auto` each pair of ranks uses the first transport of `TRANSPORTS` that
 connects it. Any other value names the one transport that all frames of a session use, for example
-gloo on a cluster where NCCL does not work. The slots of a rank are of one kind, GPU or host memory,
-and serve all its transports.
+gloo on a cluster where NCCL does not work. With shared memory a rank reads the memory of other GPUs
+of its machine, for which they need peer access, and no communicator is created. The slots of a rank
+are of one kind, GPU or host memory, and serve all its transports.
 
 To add one:
 
 1. Write its module; `base` has the interface, which `test_all_transports.py` checks.
 2. Add its name to `config.enums.TransportKind`; run `python tools/make_config_reference.py`.
-3. Add its row to `TRANSPORTS`, before all slower ones, and its pairs to `test_registry.py`.
+3. Add its row to `TRANSPORTS`, by preference, and its pairs to `test_registry.py`.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ class TransportEntry:
 
 
 def _shares_memory(first: RankLocation, second: RankLocation) -> bool:
-    link = link_type_between(first, second)
-    on_host = first.device is None and second.device is None
-    return link is LinkType.same_gpu or (link is LinkType.same_node and on_host)
+    is_one_kind = (first.device is None) == (second.device is None)
+    return is_one_kind and link_type_between(first, second) is not LinkType.network
 
 
 def _has_two_gpus(first: RankLocation, second: RankLocation) -> bool:
@@ -101,19 +101,19 @@ def _join_gloo(context: JoinContext) -> Transport:
 
 
 TRANSPORTS: Mapping[TransportKind, TransportEntry] = {
+    TransportKind.nccl: TransportEntry(_has_two_gpus, _join_nccl),
     TransportKind.shared_memory: TransportEntry(
         _shares_memory, lambda context: context.shared_memory
     ),
-    TransportKind.nccl: TransportEntry(_has_two_gpus, _join_nccl),
     TransportKind.gloo: TransportEntry(lambda first, second: True, _join_gloo),
 }
-"""All transports, fastest first."""
+"""All transports, by preference."""
 
 
 def transport_kind_between(
     first: RankLocation, second: RankLocation, chosen: TransportKind = TransportKind.auto
 ) -> TransportKind:
-    """Return the chosen transport if it connects the two ranks, else the fastest that does."""
+    """Return the chosen transport if it connects the two ranks, else the first that does."""
     if chosen is not TransportKind.auto and TRANSPORTS[chosen].connects(first, second):
         return chosen
     return next(kind for kind, entry in TRANSPORTS.items() if entry.connects(first, second))

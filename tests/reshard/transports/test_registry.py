@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -57,9 +58,19 @@ def test_every_kind_is_in_the_registry_and_the_last_one_connects_any_ranks():
         ("gloo", RankLocation(0), RankLocation(0), "gloo"),
         ("nccl", RankLocation(0, 0), RankLocation(1, 2), "nccl"),
         ("nccl", RankLocation(0, 0), RankLocation(0, 0), "shared_memory"),
+        ("shared_memory", RankLocation(0, 0), RankLocation(0, 1), "shared_memory"),
+        ("shared_memory", RankLocation(0, 0), RankLocation(1, 2), "nccl"),
         ("shared_memory", RankLocation(0), RankLocation(1), "gloo"),
     ],
-    ids=["gloo-gpus", "gloo-host", "nccl-gpus", "nccl-same-gpu", "memory-apart"],
+    ids=[
+        "gloo-gpus",
+        "gloo-host",
+        "nccl-gpus",
+        "nccl-same-gpu",
+        "memory-gpus",
+        "memory-gpus-apart",
+        "memory-apart",
+    ],
 )
 def test_a_chosen_transport_is_used_where_it_connects(chosen, one, other, kind):
     assert transport_kind_between(one, other, TransportKind(chosen)) == kind
@@ -165,22 +176,23 @@ def test_locations_of_other_ranks_are_an_error():
     assert (caught.value.name, caught.value.got) == ("number of locations", 2)
 
 
-def with_devices(store, rank, world_size, timeout_s):
+def with_devices(store, rank, world_size, timeout_s, chosen=TransportKind.auto):
     """Two ranks on GPU 0, one on GPU 1, one on none."""
     devices = [0, 0, 1, None]
     if devices[rank] is not None:
         torch.cuda.set_device(devices[rank])
-    locations = [RankLocation(0, device) for device in devices]
-    return join_transport(store, rank, world_size, timeout_s, hops=HOPS, locations=locations)
+    options = {"locations": [RankLocation(0, device) for device in devices], "chosen": chosen}
+    return join_transport(store, rank, world_size, timeout_s, hops=HOPS, **options)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_frame_goes_from_gpu_to_gpu_and_to_the_host():
+@pytest.mark.parametrize("chosen", [TransportKind.auto, TransportKind.shared_memory])
+def test_a_frame_goes_from_gpu_to_gpu_and_to_the_host(chosen):
     with ranks(4) as group:
-        group.join(with_devices)
+        group.join(partial(with_devices, chosen=chosen))
         group.start(0, send, VALUES, [1])  # shared memory
-        group.start(1, receive, 0, len(VALUES), (2,))  # NCCL
+        group.start(1, receive, 0, len(VALUES), (2,))  # NCCL, or the memory of GPU 0
         group.start(2, receive, 1, len(VALUES), (3,))  # staged
         group.start(3, receive, 2, len(VALUES))  # gloo
         assert [group.finish(rank) for rank in (1, 2, 3)] == [GOOD] * 3
