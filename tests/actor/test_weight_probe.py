@@ -1,4 +1,7 @@
-"""The probe in bfloat16 with real models refuses wrong mappings of weights and no right ones."""
+"""The probe in bfloat16 with real models refuses wrong mappings of weights and no right ones.
+
+Nor does it accept the right weights beside a lost tensor that is no parameter.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from tests.actor.wrong_mappings import (
     WRONG_MAPPINGS,
     engine_log_probs,
     load_engine,
+    lose_rotary_frequencies,
     with_wrong_mapping,
 )
 from tests.parallel.policy_jobs import run_calls
@@ -47,7 +51,7 @@ def test_the_probe_refuses_wrong_mappings_and_no_right_ones(
         for call in (("load_hf", str(folder)), ("compute_prompt_log_probs", PROMPT))
     ]
     ((_, *answers),) = rank_pool.run(run_calls, 1, config, calls)
-    wrong_mappings = dict(WRONG_MAPPINGS)
+    wrong_mappings = WRONG_MAPPINGS | {"lost tensor": lose_rotary_frequencies}
     if family == "qwen3":
         del wrong_mappings["experts"]
     largest = []

@@ -1,6 +1,7 @@
 """An engine's log-probs without vLLM: transformers in bfloat16 with a float32 head.
 
 `WRONG_MAPPINGS` has what a wrong name mapping does: the right bytes, each in a wrong place.
+`lose_rotary_frequencies` has what an engine may lose that no weight update brings back.
 """
 
 from __future__ import annotations
@@ -93,3 +94,8 @@ WRONG_MAPPINGS: dict[str, Callable[[Any], None]] = {
     "embedding rows": _embedding_rows,
     "experts": _experts,
 }
+
+
+def lose_rotary_frequencies(model: Any) -> None:
+    """Forget the values of a tensor that is no parameter, as a sleep can."""
+    model.model.rotary_emb.inv_freq.zero_()

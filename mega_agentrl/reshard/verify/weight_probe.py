@@ -1,7 +1,9 @@
 """A fixed prompt whose log-probs must agree between trainer and engines after a weight update.
 
 Digests prove that the bytes arrived. That both sides interpret them alike (which rows belong to the
-gate projection, which heads are query heads) shows only in the model's output.
+gate projection, which heads are query heads) shows only in the model's output, and so does that an
+engine still has the tensors that are no parameters after a sleep: vLLM restores its buffers, and
+its checksums (`compute_weight_checksums`) cover parameters only.
 
 The two sides are compared by the median difference over the prompt's tokens. In bfloat16, policy
 and engine round differently, so that a router may choose another expert for a token. The log-prob
