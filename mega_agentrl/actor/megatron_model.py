@@ -58,8 +58,9 @@ from mega_agentrl.types.routes import DIGEST_BITS
 from mega_agentrl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
+    from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, FileRecord
     from mega_agentrl.actor.model.gpt_model import GPTModelChunk
     from mega_agentrl.actor.model.heads import OutputHead
     from mega_agentrl.actor.model.lora import LoraWeight
@@ -190,6 +191,7 @@ class MegatronModel:
         self.num_steps, self.max_micro_batch_tokens = 0, 0
         self.hf_source_folder = Path(config.model.path)
         self.offloader = Offloader(self.chunks, self._optimizer)
+        self.checkpoint_writer = save_load.CheckpointWriter()
         self._pipeline_schedule = PipelineSchedule(self.chunks, self.groups)
         self._route_logs: list[RouteLog] = []
 
@@ -424,7 +426,8 @@ class MegatronModel:
         self.offloader.to_device(weights=False, gradients=has_gradients, optimizer=False)
 
     def close(self) -> None:
-        """Destroy the process groups; safe to call twice."""
+        """Abandon a running save and destroy the process groups; safe to call twice."""
+        self.checkpoint_writer.abandon()
         release_moe_routing_graph(self.chunks)
         process_groups.destroy_process_groups()
 
@@ -524,22 +527,17 @@ class TrainableRank:
 
     megatron_model: MegatronModel
 
-    def save_checkpoint(
-        self, folder: str, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> str:
-        """Write a checkpoint of the training state and return its folder.
+    def start_save(self, folder: str) -> CheckpointManifest:
+        """Start to write the training state to an empty folder (`CheckpointWriter.start`)."""
+        return self.megatron_model.checkpoint_writer.start(self.megatron_model, Path(folder))
 
-        Args:
-            folder: An unused name inside the run's checkpoint folder.
-            extra: JSON values that `load_checkpoint` returns.
-            keep: Number of checkpoints to keep, including this one; None keeps all.
-        """
-        timeout_s = self.megatron_model.config.cluster.call_timeout_s
-        return str(
-            save_load.save_checkpoint(
-                self.megatron_model, folder, extra=extra, keep=keep, timeout_s=timeout_s
-            )
-        )
+    def save_result(self, wait_s: float) -> dict[str, FileRecord] | None:
+        """Return the files that this rank has written (`CheckpointWriter.result`)."""
+        return self.megatron_model.checkpoint_writer.result(wait_s)
+
+    def abandon_save(self) -> None:
+        """End the running save, if there is one."""
+        self.megatron_model.checkpoint_writer.abandon()
 
     def load_checkpoint(self, folder: str) -> dict[str, Any]:
         """Load a checkpoint written under any parallel layout and return its `extra` values."""

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    import torch
-
+    from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, FileRecord
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
     from mega_agentrl.runtime.weight_sync import WeightSynchronizer
@@ -252,12 +251,18 @@ class Coordinator:
         with self._operation("set_objective"):
             self._policy.set_objective(algo, temperature)
 
-    def save_checkpoint(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> None:
-        """Save all ranks' state to a checkpoint folder."""
-        with self._operation("save_checkpoint"):
-            self._policy.save_checkpoint(folder, extra, keep)
+    def start_save(self, folder: Path) -> CheckpointManifest:
+        """Let the ranks copy their state and start to write it to a folder."""
+        with self._operation("start_save"):
+            return self._policy.start_save(folder)
+
+    def save_result(self, wait_s: float) -> Mapping[str, FileRecord] | None:
+        """Return the files of all ranks by name; None if a rank is not done after `wait_s`."""
+        return self._policy.save_result(wait_s)
+
+    def abandon_save(self) -> None:
+        """End the running save, if there is one."""
+        self._policy.abandon_save()
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint and return the extra values saved with it."""

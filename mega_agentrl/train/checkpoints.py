@@ -1,5 +1,10 @@
 """Save a run every few steps, at its end and at a signal.
 
+The ranks copy their state, and write it while the next steps run; `PendingCheckpoint` is committed
+at the first boundary at which they are done, before the next save, and before the run ends. Until
+then the previous checkpoint is the newest. A save that fails is one line, and repeated at the next
+boundary; if it fails again, the run ends with the error.
+
 A boundary is the state between two steps, in which policy, controllers, prompts and the data of the
 summary belong together. It is recorded right after each step, while signals are still deferred, so
 that until the next update the policy is always that of the last boundary. A rollout that is running
@@ -10,6 +15,8 @@ the trees that have finished since (`tree_store`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +27,7 @@ from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.scheduler import rollout_stream_name
 from mega_agentrl.train.signals import RunInterrupted
 from mega_agentrl.train.warm_start import WarmStartCheckpointing
+from mega_agentrl.types.errors import AuxiliaryModelLostError, RankLostError
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,10 +35,14 @@ if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.train.evaluate import ValidationResult
+    from mega_agentrl.train.resume.pending_checkpoint import PendingCheckpoint
     from mega_agentrl.train.run_logger import RunLogger
     from mega_agentrl.train.signals import SignalHandler
     from mega_agentrl.train.warm_start import WarmStartProgress
     from mega_agentrl.types.components import Components
+
+_MAX_FAILED_SAVES = 1
+"""Saves that may fail one after another without ending the run."""
 
 
 class CheckpointManager:
@@ -66,6 +78,8 @@ class CheckpointManager:
         self._boundary = state or RunState(step=0, sampler_state={})
         self._is_saved = True
         self._is_policy_saved = state is not None
+        self._pending: PendingCheckpoint | None = None
+        self._num_failed_saves = 0
         self.tree_store = TreeStore(logger.run_dir / TREE_STORE_FILE)
         if state is not None:
             logger.load_state(state.logger_state)
@@ -102,14 +116,21 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Any other exception may have been raised during an update, so nothing is saved.
         try:
             if isinstance(error, RunInterrupted):
                 self.signal_handler.mark_handled()
+                self._commit_pending()
                 if not self._is_saved:
                     where = self._boundary.position
                     self._logger.print_line(f"{error}: saving the run after {where}")
+                while not self._is_saved:
                     self._save()
+                    self._commit_pending()
+            elif isinstance(error, Exception) and not isinstance(error, RankLostError):
+                # It may have been raised during an update, so only an earlier copy is saved.
+                self._num_failed_saves = 0
+                with suppress(AuxiliaryModelLostError, RankLostError):
+                    self._commit_pending()
         finally:
             self.signal_handler.disable_save_timeout()
 
@@ -131,6 +152,7 @@ class CheckpointManager:
             self._record_boundary(0, None)
             self.warm_start_done = self._is_saved = True
             if self._components.make_demonstration_batches is not None:
+                # Waits: no checkpoint of RL may exist without its reference.
                 run_state.save_checkpoint(
                     self._components.policy,
                     self._logger.run_dir,
@@ -164,11 +186,24 @@ class CheckpointManager:
         """
         self._record_boundary(step, controllers)
         self._is_saved = False
+        if self._pending is not None:
+            with self._logger.phase_timer.phase("save"), self._survive_failed_save():
+                if self._pending.commit_if_written():
+                    self._on_committed()
         every = self._config.save_every_steps
-        if step == self._config.total_steps or (every and step % every == 0):
+        is_due = step == self._config.total_steps or (every and step % every == 0)
+        if is_due or self._num_failed_saves:
             with self._logger.phase_timer.phase("save"):
                 self._save()
         self._logger.finish_step()
+
+    def finish(self) -> None:
+        """Wait for the last checkpoint, at the end of the run."""
+        with self.signal_handler.defer_signals():
+            self._commit_pending()
+            while self._num_failed_saves:
+                self._save()
+                self._commit_pending()
 
     def _record_boundary(
         self, step: int, controllers: Controllers | None, progress: WarmStartProgress | None = None
@@ -184,18 +219,52 @@ class CheckpointManager:
         self._is_policy_saved = False
 
     def _save(self) -> None:
-        run_state.save_checkpoint(
-            self._components.policy,
-            self._logger.run_dir,
-            self._run_state(),
-            same_policy=self._is_policy_saved,
-            critic=self._components.critic,
-        )
-        self._is_saved = self._is_policy_saved = True
-        upcoming = range(self.step + 1, self.step + 2 + self._config.rollout.max_staleness)
+        """Start to save the boundary, after the commit of an earlier one."""
+        self._commit_pending()
+        with self._survive_failed_save():
+            self._pending = run_state.start_checkpoint(
+                self._components.policy,
+                self._logger.run_dir,
+                self._run_state(),
+                same_policy=self._is_policy_saved,
+                critic=self._components.critic,
+            )
+            self._is_saved = self._is_policy_saved = True
+
+    def _commit_pending(self) -> None:
+        """Wait for the files of the pending checkpoint, if there is one, and commit it."""
+        if self._pending is not None:
+            with self._survive_failed_save():
+                self._pending.commit(self._config.cluster.call_timeout_s)
+                self._on_committed()
+
+    def _on_committed(self) -> None:
+        assert self._pending is not None
+        saved_step, self._pending, self._num_failed_saves = self._pending.step, None, 0
+        # Trees of later steps are in no checkpoint yet.
+        upcoming = range(saved_step + 1, self.step + 2 + self._config.rollout.max_staleness)
         self.tree_store.drop_steps(
             self.tree_store.steps - {rollout_stream_name(step) for step in upcoming}
         )
+
+    @contextmanager
+    def _survive_failed_save(self) -> Iterator[None]:
+        """Drop a save that fails in the body, with a line, unless too many have failed."""
+        try:
+            yield
+        except (AuxiliaryModelLostError, RankLostError):
+            raise
+        except (OSError, RuntimeError, ValueError) as error:
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                pending.abandon()
+            self._is_saved = self._is_policy_saved = False
+            self._num_failed_saves += 1
+            if self._num_failed_saves > _MAX_FAILED_SAVES:
+                raise
+            self._logger.print_line(
+                f"a checkpoint was not saved, and the previous one stays the newest: {error}"
+            )
 
     def _run_state(self) -> RunState:
         return replace(self._boundary, logger_state=self._logger.state())

@@ -205,6 +205,7 @@ def train(
         )
         if not config.is_eval_only:
             components.policy.export_hf(logger.run_dir / "model")
+        checkpoints.finish()
         logger.finish(before, after)
     return math.nan if after is None else after.sampled.reward
 

@@ -319,20 +319,30 @@ class Policy(Protocol):
         `algo` is an `AlgoConfig`; `temperature` is the sampling temperature of the rollouts.
         """
 
-    def save_checkpoint(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint, without the reference policy; returns once it is complete.
+    def start_save(self, folder: Path) -> Any:
+        """Start to write the state, without the reference policy, to an empty folder.
 
-        Args:
-            folder: folder of the checkpoint.
-            extra: plain values that `load_checkpoint` returns.
-            keep: number of checkpoints to keep, including this one; None keeps all.
+        The ranks copy their state first, so that it may change when this returns. Only one save
+        may be running.
+
+        Returns:
+            A `checkpoint_dir.CheckpointManifest` without files.
 
         Raises:
-            RuntimeError: a rank, which the message names, failed or timed out. Earlier checkpoints
-                are unchanged.
+            RuntimeError: a rank, which the message names, failed or timed out.
         """
+
+    def save_result(self, wait_s: float) -> Mapping[str, Any] | None:
+        """Return a `checkpoint_dir.FileRecord` of every file of the save by name.
+
+        The result is None if a rank has not written its files after `wait_s` seconds.
+
+        Raises:
+            RuntimeError: a rank, which the message names, failed or timed out.
+        """
+
+    def abandon_save(self) -> None:
+        """End the running save, if there is one, so that its folder can be removed."""
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint of any parallel layout and return its `extra` values.
@@ -371,10 +381,14 @@ class Critic(Protocol):
     def update(self, batch: TrainBatch) -> UpdateStats:
         """Run one update towards `return_BT`; needs `value_BT` from before the update."""
 
-    def save_checkpoint(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> None:
-        """Write a checkpoint, with the arguments and errors of `Policy.save_checkpoint`."""
+    def start_save(self, folder: Path) -> Any:
+        """Start a save, with the arguments, result and errors of `Policy.start_save`."""
+
+    def save_result(self, wait_s: float) -> Mapping[str, Any] | None:
+        """Return what has been written, with the arguments and errors of `Policy.save_result`."""
+
+    def abandon_save(self) -> None:
+        """End the running save, if there is one."""
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint, with the result and errors of `Policy.load_checkpoint`."""

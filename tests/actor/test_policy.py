@@ -259,11 +259,11 @@ def test_a_run_resumed_under_another_objective_has_the_reference_of_the_start(ru
     objective = ("set_objective", AlgoConfig(kl_coef=0.1), 1.0)
     scores = [("compute_log_probs", batch), ("compute_log_probs", batch, True)]
     calls = [
-        ("save_checkpoint", start, {"step": 0}, 2),
+        ("save", start, {"step": 0}, 2),
         objective,
         ("sft_step", batch, LR),
         *scores,
-        ("save_checkpoint", later, {"step": 1}, 2),
+        ("save", later, {"step": 1}, 2),
         ("load_checkpoint", start),
         objective,
         ("load_checkpoint", later),

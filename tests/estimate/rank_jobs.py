@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from mega_agentrl.actor.checkpoint.sharded_state import copy_state_to_host
 from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo
 from mega_agentrl.actor.model.attention_plan import split_into_segments
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
 from mega_agentrl.actor.training import optimizer, packing
+from mega_agentrl.actor.training.offload import BLOCK_BYTES, HostBlocks
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.config.enums import Dtype
 from mega_agentrl.config.schema import TrainConfig
@@ -37,7 +39,11 @@ def grad_buffers(model):
 
 
 def held_bytes(rank_info, folder, layout, dtype, freeze_vision=False):
-    """Return (stage, replica, expert replica) and bytes of weights, gradients, optimizer."""
+    """Return the bytes of a rank.
+
+    They are (stage, replica, expert replica), the bytes of weights, gradients and optimizer, and
+    those of the copy that a checkpoint is written from.
+    """
     model_config = ModelConfig(path=folder, dtype=Dtype(dtype), freeze_vision=freeze_vision)
     config = TrainConfig(model=model_config, parallel=layout)
     model = MegatronModel(config, ModelShape.from_folder(folder), RankInfo(**rank_info))
@@ -60,7 +66,21 @@ def held_bytes(rank_info, folder, layout, dtype, freeze_vision=False):
             num_bytes([buffer.grad_data for buffer in grad_buffers(model)]),
             num_bytes(state),
         ),
+        copied_bytes(model),
     )
+
+
+def copied_bytes(model):
+    """Return the bytes that the rank copies to host memory for a checkpoint."""
+    reserved = []
+
+    class CountedBlocks(HostBlocks):
+        def reserve(self, num_bytes):
+            reserved.append(num_bytes)
+            super().reserve(num_bytes)
+
+    copy_state_to_host(model, CountedBlocks(BLOCK_BYTES))
+    return reserved[0]
 
 
 class SavedTensorCounter:

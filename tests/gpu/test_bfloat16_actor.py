@@ -89,7 +89,7 @@ def run(request, backend, rank_pool, tmp_path_factory):
         "initial": ("compute_log_probs", batch),
         "step 1": step,
         "step 2": step,
-        "save": ("save_checkpoint", str(root / "run/one")),
+        "save": ("save", str(root / "run/one")),
         "export": ("export_hf", str(root / "hf")),
         "trained": ("compute_log_probs", batch),
         "weights": ("weights",),

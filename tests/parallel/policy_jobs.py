@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
+from tests.actor.rank_saves import save_checkpoint
 from tests.parallel.reference import LR, NUM_STEPS
 from tests.rank_shards import call_policy, score, scoring_shards, sft_step, update
 
@@ -87,13 +89,18 @@ def measure(
 def run_calls(
     rank_info: dict[str, Any], config: TrainConfig, calls: list[tuple[Any, ...]]
 ) -> list[Any]:
-    """Return the results of `(method, *arguments)` calls; "weights" returns the rank's blocks."""
+    """Return the results of `(method, *arguments)` calls.
+
+    "weights" returns the rank's blocks, "save" writes a whole checkpoint (`save_checkpoint`).
+    """
     policy = PolicyRank(config, RankInfo(**rank_info))
     policy.load_hf(config.model.path)
+    named = {
+        "weights": lambda: weights_of(policy.megatron_model),
+        "save": partial(save_checkpoint, policy),
+    }
     results = [
-        weights_of(policy.megatron_model)
-        if method == "weights"
-        else call_policy(policy, method, *arguments)
+        named.get(method, partial(call_policy, policy, method))(*arguments)
         for method, *arguments in calls
     ]
     policy.close()

@@ -76,6 +76,13 @@ class FakeRank:
             raise ValueError(f"checkpoint {folder}: data has 3 bytes, expected 4")
         return {"step": 7, "from": folder}
 
+    def start_save(self, folder):
+        return f"manifest of rank {self.rank}"
+
+    def save_result(self, wait_s):
+        """Return the rank's file; rank 1 is done only if it is waited for."""
+        return {f"__{self.rank}_0.distcp": self.rank} if wait_s or not self.rank else None
+
     def find_free_address(self):
         return "127.0.0.1", 1
 

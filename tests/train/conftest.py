@@ -29,9 +29,9 @@ class FakePolicy(FilePolicy):
         super().__init__()
         self.calls = []
 
-    def save_checkpoint(self, folder, extra=None, keep=None):
-        self.calls.append(f"save {folder.name}")
-        super().save_checkpoint(folder, extra, keep)
+    def start_save(self, folder):
+        self.calls.append(f"save {folder.name.partition('.')[0]}")
+        return super().start_save(folder)
 
     def compute_log_probs(self, batch):
         self.calls.append("compute_log_probs")

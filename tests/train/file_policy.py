@@ -17,23 +17,25 @@ class FilePolicy:
     def __init__(self, weight=0.0):
         self.weight = weight
 
-    def save_checkpoint(self, folder, extra=None, keep=None):
-        partial = checkpoint_folder.create_partial_folder(folder, "token")
-        (partial / WEIGHT).write_text(json.dumps(self.weight))
-        manifest = CheckpointManifest(
-            number=checkpoint_folder.next_checkpoint_number(folder.parent),
+    def start_save(self, folder):
+        (folder / WEIGHT).write_text(json.dumps(self.weight))
+        self._save_folder = folder
+        return CheckpointManifest(
+            number=0,
             num_steps=0,
             num_adam_steps=0,
             num_ranks=1,
             layout={},
             dtype="float32",
             shape={},
-            files={path.name: FileRecord.from_file(path) for path in partial.iterdir()},
-            extra=checkpoint_folder.to_json_dict(extra or {}, "extra"),
+            files={},
         )
-        checkpoint_folder.commit_folder(partial, folder, manifest)
-        if keep is not None:
-            checkpoint_folder.prune_checkpoints(folder.parent, keep)
+
+    def save_result(self, wait_s):
+        return {path.name: FileRecord.from_file(path) for path in self._save_folder.iterdir()}
+
+    def abandon_save(self):
+        pass
 
     def load_checkpoint(self, folder):
         manifest = CheckpointManifest.read(folder)

@@ -12,7 +12,9 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -30,11 +32,12 @@ from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.components import Components
 from mega_agentrl.types.serialization import to_builtins
 from tests.fakes import CharCodec, FakeGenerator, FakeRubric, FakeTools, make_prompt, random_text
-from tests.train.file_policy import FilePolicy
+from tests.train.file_policy import WEIGHT, FilePolicy
 from tests.train.metric_lines import metric_lines
 from tests.train_batches import update_scores
 
 STEPS = 3
+_commit_folder = checkpoint_folder.commit_folder
 
 
 class Killed(BaseException):
@@ -139,12 +142,22 @@ class LearningPolicy(FilePolicy):
         self._moments.pass_by("synced")
         return {"bytes": 4.0}
 
-    def save_checkpoint(self, folder, extra=None, keep=None):
+    def start_save(self, folder):
+        """Copy the weight; the file is written when the run waits, or at the second look."""
         self._moments.pass_by("save")
-        checkpoint_folder.create_partial_folder(folder, "cut-short")
+        self._copied_weight, self._num_looks = self.weight, 0
+        manifest = super().start_save(folder)
+        (folder / WEIGHT).unlink()
         self._moments.pass_by("saving")
-        super().save_checkpoint(folder, extra, keep)
-        self._moments.pass_by("saved")
+        return manifest
+
+    def save_result(self, wait_s):
+        self._num_looks += 1
+        if not wait_s and self._num_looks < 2:
+            return None
+        (self._save_folder / WEIGHT).write_text(json.dumps(self._copied_weight))
+        self._moments.pass_by("written")
+        return super().save_result(wait_s)
 
     def load_checkpoint(self, folder):
         self._moments.pass_by("load_checkpoint")
@@ -183,9 +196,9 @@ class LearningCritic(FilePolicy):
             metrics=dict.fromkeys(named, self.weight),
         )
 
-    def save_checkpoint(self, folder, extra=None, keep=None):
-        super().save_checkpoint(folder, extra, keep)
+    def save_result(self, wait_s):
         self._moments.pass_by("critic saved")
+        return super().save_result(wait_s)
 
     def reset(self):
         self.weight = 0.25
@@ -242,9 +255,16 @@ def start(config, moments, signal_handler=None):
             run_coroutine=runner.run,
             critic=LearningCritic(moments) if config.algo.needs_critic else None,
         )
-        train_with_restarts(components, config, signal_handler or SignalHandler())
+        with mock.patch.object(checkpoint_folder, "commit_folder", partial(_commit, moments)):
+            train_with_restarts(components, config, signal_handler or SignalHandler())
         assert all(session.released == 1 for session in components.tools.sessions)
     return components
+
+
+def _commit(moments, partial_folder, folder, manifest):
+    moments.pass_by("commit")
+    _commit_folder(partial_folder, folder, manifest)
+    moments.pass_by("saved")
 
 
 def outcome(config, components):

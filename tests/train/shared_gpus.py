@@ -41,16 +41,18 @@ class Ranks(PolicyGroup):
             (self.parts,) = args
             self.calls.append(f"policy: {'+'.join(sorted(self.parts)) or 'nothing'}")
             return None
+        if method == "save_result":
+            return FakePolicy.save_result(self.fake, *args)
         assert self.parts == ALL_STATE, f"{method} with {self.parts}"
         self.calls.append(method)
         if method == "compute_log_probs":
             rows = args[0].rows
             zeros_M = np.zeros(rows.response_start_R1[-1], dtype=np.float32)
             return PackedScores(row_R=rows.row_R, values=(zeros_M, zeros_M))
-        if method == "save_checkpoint":
-            folder, extra, keep = args
-            self.calls[-1] = f"save {folder.rsplit('/', 1)[-1]}"
-            return FakePolicy.save_checkpoint(self.fake, Path(folder), extra, keep)
+        if method == "start_save":
+            folder = Path(args[0])
+            self.calls[-1] = f"save {folder.name.partition('.')[0]}"
+            return FakePolicy.start_save(self.fake, folder)
         if method == "load_checkpoint":
             return self.fake.load_checkpoint(Path(args[0]))
         if method in ("update", "sft_step"):

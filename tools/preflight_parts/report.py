@@ -42,10 +42,12 @@ _POLICY_PARTS = {
     "reference_staging": "or one chunk of the reference weights",
     "transfer_buckets": "or buckets of the weight transfer",
     "runtime": "CUDA, NCCL (assumed); on a CPU: libraries",
+    "checkpoint_copy": "copy of a checkpoint that is being written",
     "sleeping_engine": "a sleeping engine on the same GPU",
     "colocated_transfer_peak": "or the weights of both, while they are sent",
     "peak": "peak",
     "pinned_host": "pinned host memory: reference, offloaded state",
+    "pinned_checkpoint": "pinned host memory: copy of a checkpoint",
 }
 _ENGINE_PARTS = {
     "weights": "weights",

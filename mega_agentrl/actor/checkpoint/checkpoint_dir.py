@@ -309,8 +309,12 @@ def prune_checkpoints(run_folder: Path, keep: int) -> list[Path]:
     if keep < 1:
         raise InputError("keep", keep, "at least 1: the newest checkpoint is always kept")
     old = [folder for folder, _ in list_checkpoints(run_folder)[:-keep]]
-    leftovers = list(run_folder.glob(f"*{_PARTIAL_SUFFIX}*"))
-    return [path for path in (*old, *leftovers) if _try_remove(path)]
+    return [path for path in (*old, *unfinished_saves(run_folder)) if _try_remove(path)]
+
+
+def unfinished_saves(run_folder: Path) -> list[Path]:
+    """Return the folders of saves that are running or were interrupted."""
+    return sorted(run_folder.glob(f"*{_PARTIAL_SUFFIX}*"))
 
 
 def invalidate_checkpoint(folder: Path) -> None:

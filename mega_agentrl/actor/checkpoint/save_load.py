@@ -4,82 +4,166 @@ A checkpoint contains weights, float32 master weights, moments, step counts, ran
 (`checkpoint.sharded_state`) and the caller's `extra` values, but not the frozen reference or the
 learning rate settings.
 
-    start    every rank: views of its state, then a barrier
-    write    every rank, in a thread: its file in a temporary folder, read back
-    commit   rank 0: global metadata, size check, rename, manifest, pruning
+    start    every rank: copies its state to host memory; training goes on
+    write    every rank, in a thread: its file in a temporary folder; rank 0: the global metadata
+    commit   driver, when all ranks are done: size check, rename, manifest, pruning
+             (`train.resume.pending_checkpoint`)
 
-The writing thread uses no collectives, which would hang if a rank dies, and the caller waits for it
-with a deadline, even if the disk hangs. If a rank dies or fails meanwhile, the save fails on all
-ranks within `save_barrier.HEARTBEAT_TIMEOUT_S`, and earlier checkpoints are unchanged.
+The writing threads use no collectives, which would hang if a rank dies: rank 0 waits for the other
+files at the job's store, until the driver, which notices the death of a rank, abandons the save.
+The copy stays in host memory (`HostBlocks`): with CUDA for the next save, else until it is written.
 """
 
 from __future__ import annotations
 
 import pickle
-import shutil
 import threading
-from concurrent.futures import Future, wait
-from dataclasses import asdict, replace
+import time
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from secrets import token_hex
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from mega_agentrl.actor import device
 from mega_agentrl.actor.checkpoint import checkpoint_dir, sharded_state
 from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest
-from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.torch_dist_reader import read_sharded_state
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
 from mega_agentrl.actor.parallel.process_groups import connect_store
+from mega_agentrl.actor.training.offload import BLOCK_BYTES, HostBlocks
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.reshard.session import wait_for_all
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
     from mega_agentrl.actor.megatron_model import MegatronModel
 
-SAVE_TIMEOUT_S = 1800.0
 _POLL_INTERVAL_S = 0.1
 _STOP_TIMEOUT_S = 10.0
 
 
-def save_checkpoint(
-    model: MegatronModel,
-    folder: str | Path,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-    timeout_s: float = SAVE_TIMEOUT_S,
-) -> Path:
-    """Write a checkpoint and wait for it; all ranks call this.
+class CheckpointWriter:
+    """Copies the state of a rank to host memory and writes it in a thread, one save at a time."""
 
-    Args:
-        model: The model to save.
-        folder: An unused name inside the run's checkpoint folder, on storage that all ranks
-            share.
-        extra: JSON values that `load_checkpoint` returns; those of rank 0 are stored.
-        keep: Number of checkpoints to keep in the run's folder, including this one; None keeps
-            all.
-        timeout_s: Longest time to wait for all ranks.
+    def __init__(self) -> None:
+        self._host_blocks = HostBlocks(BLOCK_BYTES)
+        self._thread: threading.Thread | None = None
+        self._future: Future[dict[str, FileRecord]] = Future()
+        self._is_abandoned = threading.Event()
+        self._description = ""
 
-    Returns:
-        The checkpoint's folder.
+    def start(self, model: MegatronModel, folder: Path) -> CheckpointManifest:
+        """Start a save; all ranks call this, and the state may change when it has returned.
 
-    Raises:
-        RuntimeError: If a rank fails or dies.
-        TimeoutError: After `timeout_s`.
-    """
-    with track_activity("writing of the checkpoint", model.groups.describe_peers("all")):
-        state = sharded_state.sharded_state_to_save(model)
-        manifest = _make_manifest(model, checkpoint_dir.to_json_dict(extra or {}, "extra"))
-        model.groups.barrier("checkpoint saves")
-        expected = sharded_state.stored_shapes(model)
-        return _SaveJob(Path(folder), state, expected, manifest, keep).result(timeout_s)
+        Args:
+            model: The model to save.
+            folder: The empty folder of the save, on storage that all ranks share; its name is
+                unique to this attempt.
+
+        Returns:
+            The manifest, without the files and what only the run knows.
+
+        Raises:
+            RuntimeError: The thread of an earlier save still hangs in a write.
+        """
+        rank = dist.get_rank()
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError(f"{self._description}: the thread of this save has not ended")
+        self._description = f"saving checkpoint {folder}: rank {rank}"
+        with track_activity("copy of the state for the checkpoint"):
+            state = sharded_state.copy_state_to_host(model, self._host_blocks)
+        manifest = _make_manifest(model)
+        self._future, self._is_abandoned = Future(), threading.Event()
+        job = _WriteJob(
+            folder=folder,
+            rank=rank,
+            num_ranks=manifest.num_ranks,
+            state=state,
+            expected_shapes=sharded_state.stored_shapes(model),
+            host_blocks=self._host_blocks,
+            is_abandoned=self._is_abandoned,
+            store=dist.distributed_c10d._get_default_store(),
+        )
+        self._thread = threading.Thread(
+            target=job.run, args=(self._future,), name="checkpoint-writer", daemon=True
+        )
+        self._thread.start()
+        return manifest
+
+    def result(self, wait_s: float) -> dict[str, FileRecord] | None:
+        """Return the records of the files that this rank has written; None if it has not yet.
+
+        Raises:
+            RuntimeError: The writing failed.
+        """
+        try:
+            error = self._future.exception(wait_s)
+        except TimeoutError:
+            return None
+        if error is not None:
+            raise RuntimeError(f"{self._description}: {type(error).__name__}: {error}") from error
+        return self._future.result()
+
+    def abandon(self) -> None:
+        """End the running save, if there is one; waits for the thread for a few seconds.
+
+        A thread inside a call of the store at interpreter exit would abort the process.
+        """
+        self._is_abandoned.set()
+        if self._thread is not None:
+            self._thread.join(_STOP_TIMEOUT_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class _WriteJob:
+    """What the thread of one save works on."""
+
+    folder: Path
+    rank: int
+    num_ranks: int
+    state: dict[str, Any]
+    expected_shapes: dict[str, tuple[int, ...]]
+    host_blocks: HostBlocks
+    is_abandoned: threading.Event
+    store: dist.Store
+
+    def run(self, future: Future[dict[str, FileRecord]]) -> None:
+        """Write the files and set the result of the future."""
+        try:
+            with track_activity("writing of the checkpoint"):
+                files = self._write_files()
+        except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
+            self._release_copy()
+            future.set_exception(error)
+        else:
+            future.set_result(files)
+
+    def _write_files(self) -> dict[str, FileRecord]:
+        # A connection of its own, which no blocking call of others holds up.
+        store = dist.PrefixStore(f"checkpoint/{self.folder.name}", self.store.clone())
+        files = write_rank_file(self.state, self.folder, self.rank, self._require_not_abandoned)
+        self._release_copy()
+        num_done = store.add("done", 1)
+        if self.rank == 0:
+            while num_done < self.num_ranks:
+                self._require_not_abandoned()
+                time.sleep(_POLL_INTERVAL_S)
+                num_done = store.add("done", 0)
+            files |= finalize_checkpoint(self.folder, self.num_ranks, self.expected_shapes)
+        return files
+
+    def _release_copy(self) -> None:
+        self.state = {}
+        if not device.has_cuda():
+            self.host_blocks.free()
+
+    def _require_not_abandoned(self) -> None:
+        if self.is_abandoned.is_set():
+            raise RuntimeError("the save was abandoned")
 
 
 def load_checkpoint(model: MegatronModel, folder: str | Path) -> dict[str, Any]:
@@ -134,7 +218,7 @@ def _check_files_on_all_ranks(folder: Path, manifest: CheckpointManifest, timeou
         raise pickle.loads(store.get("damage"))
 
 
-def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointManifest:
+def _make_manifest(model: MegatronModel) -> CheckpointManifest:
     return CheckpointManifest(
         number=0,
         num_steps=model.num_steps,
@@ -144,105 +228,6 @@ def _make_manifest(model: MegatronModel, extra: dict[str, Any]) -> CheckpointMan
         dtype=str(model.dtype).removeprefix("torch."),
         shape=checkpoint_dir.to_json_dict(asdict(model.shape), "shape"),
         files={},
-        extra=extra,
         freeze_vision=model.config.model.freeze_vision,
         lora=None if model.lora is None else checkpoint_dir.lora_record(model.lora),
     )
-
-
-class _SaveJob:
-    """One running save: a thread that writes this rank's file and waits for the other ranks.
-
-    The thread ends when all ranks are done or when the `SaveBarrier` reports a failure.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        state: dict[str, Any],
-        expected: dict[str, tuple[int, ...]],
-        manifest: CheckpointManifest,
-        keep: int | None,
-    ) -> None:
-        self.folder = folder
-        self._state = state
-        self._expected_shapes = expected
-        self._manifest = manifest
-        self._num_to_keep = keep
-        self._rank = dist.get_rank()
-        description = f"saving checkpoint {folder}"
-        self._barrier = SaveBarrier(
-            connect_store("checkpoint/saves"), self._rank, manifest.num_ranks, description
-        )
-        self._future: Future[Path] = Future()
-        threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
-
-    def result(self, timeout_s: float) -> Path:
-        """Wait for the save and return the checkpoint's folder; errors as in `save_checkpoint`."""
-        deadline = monotonic() + timeout_s
-        while not self._future.done() and self._barrier.error is None:
-            if monotonic() > deadline:
-                missing_ranks = self._barrier.missing_ranks()
-                message = (
-                    f"not finished after {timeout_s:g} s; ranks that are not done: {missing_ranks}"
-                )
-                self._barrier.fail(message)
-                raise TimeoutError(self._barrier.error)
-            try:
-                self._future.exception(_POLL_INTERVAL_S)
-            except TimeoutError:
-                continue
-        # After an error the thread ends at its next call of the barrier, unless a write hangs.
-        if not wait([self._future], _STOP_TIMEOUT_S).done:
-            raise RuntimeError(self._barrier.error)
-        return self._future.result()
-
-    def _run(self) -> None:
-        try:
-            folder = self._write_checkpoint()
-        except Exception as error:  # noqa: BLE001 - the edge of a thread: handed to the caller
-            self._barrier.fail(f"{type(error).__name__}: {error}")
-            failure = RuntimeError(self._barrier.error)
-            failure.__cause__ = error
-            self._release()
-            self._future.set_exception(failure)
-        else:
-            self._release()
-            self._future.set_result(folder)
-
-    def _release(self) -> None:
-        """Close the barrier, so that no thread uses the store when the caller gets the result."""
-        self._barrier.close()
-        self._state = {}
-
-    def _write_checkpoint(self) -> Path:
-        if self._rank:
-            write_rank_file(self._state, Path(self._barrier.wait_announcement()), self._rank)
-            self._barrier.mark_done()
-            self._barrier.wait_finished()
-            return self.folder
-        partial = checkpoint_dir.create_partial_folder(self.folder, token_hex(4))
-        try:
-            self._barrier.announce(str(partial))
-            write_rank_file(self._state, partial, self._rank)
-            self._barrier.mark_done()
-            self._barrier.wait_all_done()
-            self._commit(partial)
-        except BaseException:
-            # Frees the space: the disk may be full.
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._barrier.finish()
-        return self.folder
-
-    def _commit(self, partial: Path) -> None:
-        """Turn the written folder into a checkpoint; rank 0, when all ranks are done."""
-        run_folder = self.folder.parent
-        manifest = replace(
-            self._manifest,
-            files=finalize_checkpoint(partial, self._manifest.num_ranks, self._expected_shapes),
-            number=checkpoint_dir.next_checkpoint_number(run_folder),
-        )
-        checkpoint_dir.commit_folder(partial, self.folder, manifest)
-        if self._num_to_keep is not None:
-            checkpoint_dir.prune_checkpoints(run_folder, self._num_to_keep)

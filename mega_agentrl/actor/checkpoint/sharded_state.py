@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from mega_agentrl.actor.megatron_model import MegatronModel
+    from mega_agentrl.actor.training.offload import HostBlocks
     from mega_agentrl.reshard.layout import ShardLayout
 
 WEIGHT, MASTER, RNG = "weight", "master", "rng"
@@ -57,18 +58,42 @@ def has_master_weights(dtype: torch.dtype) -> bool:
     return dtype != torch.float32
 
 
-def sharded_state_to_save(model: MegatronModel) -> dict[str, Any]:
-    """Return views of the state that this rank writes; they must be written before it changes."""
+def copy_state_to_host(model: MegatronModel, host_blocks: HostBlocks) -> dict[str, Any]:
+    """Copy the state that this rank writes to host memory; return views of the copy.
+
+    Args:
+        model: The model to save.
+        host_blocks: Memory of the copy, which is used from its beginning and grows as needed.
+    """
+    ranges = [
+        (kind, shard, first, values)
+        for kind, number, shard, first, values in _iter_flat_ranges(model)
+        if _is_writing_replica(
+            model,
+            number,
+            shard,
+            is_sharded=kind != WEIGHT and model.config.parallel.distributed_optimizer,
+        )
+    ]
+    # Wide elements first, so that all of them lie at multiples of their size.
+    ranges.sort(key=lambda flat_range: -flat_range[-1].element_size())
+    host_blocks.reserve(sum(values.nbytes for *_, values in ranges))
+    chunk_pairs = host_blocks.iter_chunk_pairs(values.view(torch.uint8) for *_, values in ranges)
     state: dict[str, Any] = {}
     shapes = model.state_shapes
-    for kind, number, shard, first, values in _iter_flat_ranges(model):
-        is_sharded = kind != WEIGHT and model.config.parallel.distributed_optimizer
-        if not _is_writing_replica(model, number, shard, is_sharded=is_sharded):
-            continue
-        for hf_name, rect, view in iter_hf_views(shard, values, first):
-            state[str(len(state))] = _make_sharded_tensor(
-                kind, hf_name, shapes[hf_name], rect.start, view
-            )
+    for kind, shard, first, values in ranges:
+        start, stop = first, first + values.numel()
+        while start < stop:
+            device_chunk, host_chunk = next(chunk_pairs)
+            host_chunk.copy_(device_chunk, non_blocking=True)
+            copied_values = host_chunk.view(values.dtype)
+            for hf_name, rect, view in iter_hf_views(shard, copied_values, start):
+                state[str(len(state))] = _make_sharded_tensor(
+                    kind, hf_name, shapes[hf_name], rect.start, view
+                )
+            start += copied_values.numel()
+    if device.has_cuda():
+        torch.cuda.synchronize()
     num_ranks = torch.distributed.get_world_size()
     state[RNG] = ShardedObject(RNG, _rng_state(), (num_ranks,), (torch.distributed.get_rank(),))
     return state

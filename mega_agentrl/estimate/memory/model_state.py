@@ -160,14 +160,11 @@ class FlatBuffer:
 
 def flat_buffers(parameters: Sequence[RankParameter], layout: ParallelConfig) -> list[FlatBuffer]:
     """Return the non-empty flat buffers of one rank: by chunk, dense before experts."""
-    num_stage_ranks = layout.tensor * layout.context * layout.data
     buffers = []
     for _, group in groupby(parameters, key=lambda parameter: parameter.chunk):
         chunk = list(group)
         for expert in (False, True):
-            num_replicas = layout.data * layout.context
-            if expert:
-                num_replicas = num_stage_ranks // (layout.expert * layout.expert_tensor_size)
+            num_replicas = _num_replicas(layout, expert=expert)
             members = [parameter for parameter in chunk if parameter.is_expert is expert]
             if members:
                 numel, owned_by_replica = _buffer_layout(
@@ -249,13 +246,21 @@ class ModelState:
     merged_weights: int
     """Bytes of the weights with adapters, which a weight transfer merges into copies."""
 
+    checkpoint: int
+    """Bytes that the rank writes to a checkpoint, which it copies to host memory before."""
+
     @property
     def host_copy_bytes(self) -> int:
         """Bytes of pinned host memory for the reference."""
-        num_blocks, rest_bytes = divmod(self.reference_weights, _PINNED_BLOCK_BYTES)
-        return num_blocks * _PINNED_BLOCK_BYTES + (
-            1 << (rest_bytes - 1).bit_length() if rest_bytes else 0
-        )
+        return pinned_bytes(self.reference_weights)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the pinned host memory for a copy of `num_bytes`, whose blocks are rounded up."""
+    num_blocks, rest_bytes = divmod(num_bytes, _PINNED_BLOCK_BYTES)
+    return num_blocks * _PINNED_BLOCK_BYTES + (
+        1 << (rest_bytes - 1).bit_length() if rest_bytes else 0
+    )
 
 
 def estimate_model_state(
@@ -301,6 +306,12 @@ def estimate_model_state(
         for expert, index in ((False, replica), (True, expert_replica))
     )
     num_copies = 2 if item_bytes == _FLOAT32_BYTES else 3
+    optimizer = num_updated * num_copies * _FLOAT32_BYTES
+    checkpoint = _num_written_elements(adapters or parameters, layout) * item_bytes
+    if layout.distributed_optimizer:
+        checkpoint += optimizer
+    else:
+        checkpoint += _num_written_elements(trained, layout) * num_copies * _FLOAT32_BYTES
     # With adapters also the merged weight of a layer.
     largest = max(parameter.numel for parameter in parameters) * (2 if adapters else 1)
     return ModelState(
@@ -308,10 +319,35 @@ def estimate_model_state(
         largest_parameter=largest * item_bytes,
         weights=(numel + sum(parameter.numel for parameter in frozen)) * item_bytes,
         gradients=numel * _FLOAT32_BYTES,
-        optimizer=num_updated * num_copies * _FLOAT32_BYTES,
+        optimizer=optimizer,
         reference_weights=(numel + (0 if adapters else sum(p.numel for p in frozen))) * item_bytes,
         merged_weights=num_adapted * item_bytes,
+        checkpoint=checkpoint,
     )
+
+
+def _num_written_elements(parameters: Sequence[RankParameter], layout: ParallelConfig) -> int:
+    """Return the elements that a rank writes of parameters whose replicas take turns in writing.
+
+    The result is that of the replica that writes the most, and an upper bound: replicas among the
+    tensor ranks, which are small, and the second copy of a tied embedding count in full.
+    """
+    num_written = 0
+    for expert in (False, True):
+        by_replica = [0] * _num_replicas(layout, expert=expert)
+        for number, parameter in enumerate(parameters):
+            if parameter.is_expert is expert:
+                by_replica[number % len(by_replica)] += parameter.numel
+        num_written += max(by_replica)
+    return num_written
+
+
+def _num_replicas(layout: ParallelConfig, *, expert: bool) -> int:
+    """Return the number of ranks with the same dense or expert weights."""
+    if not expert:
+        return layout.data * layout.context
+    num_stage_ranks = layout.tensor * layout.context * layout.data
+    return num_stage_ranks // (layout.expert * layout.expert_tensor_size)
 
 
 def _num_updated_elements(

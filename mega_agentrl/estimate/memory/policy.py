@@ -38,7 +38,7 @@ from mega_agentrl.estimate.memory.activations import (
 )
 from mega_agentrl.estimate.memory.engine import estimate_engine_memory
 from mega_agentrl.estimate.memory.micro_batches import bound_micro_batches, max_row_tokens
-from mega_agentrl.estimate.memory.model_state import estimate_model_state
+from mega_agentrl.estimate.memory.model_state import estimate_model_state, pinned_bytes
 from mega_agentrl.estimate.memory.vision import max_image_tokens, vision_activation_bytes
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ class PolicyMemory:
     """Bytes of the CUDA context and libraries."""
     pinned_host: int
     """Bytes of pinned host memory: the reference and, on shared GPUs, the offloaded state."""
+    checkpoint_copy: int = 0
+    """Bytes of the copy that a checkpoint is written from while the run goes on; 0 on GPUs, where
+    it is `pinned_checkpoint`."""
+    pinned_checkpoint: int = 0
+    """Bytes of pinned host memory for that copy, which stay allocated; 0 on CPUs."""
     sleeping_engine: int = 0
     """Bytes of a sleeping engine on the same GPU."""
     colocated_transfer_peak: int = 0
@@ -103,6 +108,7 @@ class PolicyMemory:
     def peak(self) -> int:
         """Peak bytes on the device."""
         permanent = self.weights + self.gradients + self.optimizer + self.runtime
+        permanent += self.checkpoint_copy
         training = self.training_pass
         if not self.sleeping_engine:
             return permanent + max(training, self.transfer_buckets, self.reference_staging)
@@ -228,6 +234,8 @@ def _estimate_stage_memory(
         ),
         runtime=runtime,
         pinned_host=pinned_host,
+        checkpoint_copy=state.checkpoint if trains and not device.is_gpu else 0,
+        pinned_checkpoint=pinned_bytes(state.checkpoint) if trains and device.is_gpu else 0,
         sleeping_engine=sleeping_engine,
         colocated_transfer_peak=transfer_peak,
         vision_activations=(

@@ -19,7 +19,7 @@ from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from mega_agentrl.config.schema import TrainConfig
@@ -58,11 +58,6 @@ class AuxiliaryGroup(RankGroup):
         """Restart all ranks from the initial state if one of them was lost."""
         if self._is_lost:
             self.restart()
-
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all ranks and wait; return the results in rank order."""
-        calls = self.submit_to_ranks("call", method, *args)
-        return list(self.gather(f"{self.model_name} {method}", calls).values())
 
 
 class CriticActor(AuxiliaryActor):
@@ -113,16 +108,10 @@ class CriticGroup(AuxiliaryGroup):
         variance = explained_variance(batch.value_BT, batch.return_BT, batch.mask_BT).item()
         return replace(stats, metrics={**stats.metrics, "explained_variance": variance})
 
-    def save_checkpoint(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> None:
-        """Save all ranks' state to a checkpoint folder."""
-        self._call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
-
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint and return the extra values saved with it."""
         self._is_initial_state = False
-        extra: dict[str, Any] = self._call_all("load_checkpoint", str(folder.resolve()))[0]
+        extra: dict[str, Any] = self.call_all("load_checkpoint", str(folder.resolve()))[0]
         return extra
 
     def reset(self) -> None:

@@ -34,7 +34,7 @@ from mega_agentrl.types.batch import UpdateScores
 from mega_agentrl.types.routes import merge_recorded_routes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
 
@@ -64,6 +64,7 @@ class RankOperation:
 
 
 RANK_OPERATIONS = {
+    "abandon_save": RankOperation(),
     "compute_log_probs": RankOperation(label="log-prob pass", needs_gpu=True),
     "compute_prompt_log_probs": RankOperation(),
     "export_hf": RankOperation(needs_gpu=True),
@@ -72,13 +73,14 @@ RANK_OPERATIONS = {
     "load_checkpoint": RankOperation(needs_gpu=True, changes_weights=True),
     "load_hf": RankOperation(label="load weights", needs_gpu=True),
     "memory_stats": RankOperation(),
-    "reset_optimizer": RankOperation(needs_gpu=True, is_between_syncs=True),
     "recorded_routes": RankOperation(),
-    "save_checkpoint": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "reset_optimizer": RankOperation(needs_gpu=True, is_between_syncs=True),
+    "save_result": RankOperation(),
     "set_gpu_resident": RankOperation(),
     "set_objective": RankOperation(needs_gpu=True, is_between_syncs=True),
     "sft_step": RankOperation(label="supervised step", needs_gpu=True, changes_weights=True),
     "start_profile": RankOperation(),
+    "start_save": RankOperation(needs_gpu=True, is_between_syncs=True),
     "stop_profile": RankOperation(),
     "update": RankOperation(needs_gpu=True, changes_weights=True),
     "update_scores": RankOperation(),
@@ -242,10 +244,6 @@ class PolicyGroup(RankGroup):
         """Keep `parts` ("weights", "gradients", "optimizer") on the GPUs, and offload the rest."""
         self.call_all("set_gpu_resident", parts)
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all ranks and wait; return the results in rank order."""
-        return list(self.gather(f"policy {method}", self.submit(method, *args)).values())
-
     def _call_rank0(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0 alone and wait."""
         name = self.rank_name(0)
@@ -360,12 +358,6 @@ class PolicyGroup(RankGroup):
         rollout = replace(self._config.rollout, temperature=temperature)
         self._config = replace(self._config, algo=algo, rollout=rollout)
         self.call_all("set_objective", algo, temperature)
-
-    def save_checkpoint(
-        self, folder: Path, extra: Mapping[str, Any] | None = None, keep: int | None = None
-    ) -> None:
-        """Save all ranks' state to a checkpoint folder."""
-        self.call_all("save_checkpoint", str(folder.resolve()), dict(extra or {}), keep)
 
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         """Load a checkpoint and return the extra values saved with it."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Self
 
+    from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, FileRecord
     from mega_agentrl.actor.megatron_model import RankInfo
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.runtime.heartbeat import HeartbeatEndpoint
@@ -231,6 +232,27 @@ class RankGroup:
         ]
         calls = self.submit_each("call", arguments)
         return list(self.gather(f"{self.model_name} {method}", calls).values())
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all ranks and wait; return the results in rank order."""
+        calls = self.submit_to_ranks("call", method, *args)
+        return list(self.gather(f"{self.model_name} {method}", calls).values())
+
+    def start_save(self, folder: Path) -> CheckpointManifest:
+        """Let the ranks of a trained model copy their state and start to write it to a folder."""
+        manifest: CheckpointManifest = self.call_all("start_save", str(folder.resolve()))[0]
+        return manifest
+
+    def save_result(self, wait_s: float) -> dict[str, FileRecord] | None:
+        """Return the files of all ranks by name; None if a rank is not done after `wait_s`."""
+        answers = self.call_all("save_result", wait_s)
+        if None in answers:
+            return None
+        return {name: record for files in answers for name, record in files.items()}
+
+    def abandon_save(self) -> None:
+        """End the running save, if there is one."""
+        self.call_all("abandon_save")
 
     def gather(self, operation: str, calls: Mapping[str, Any]) -> dict[str, Any]:
         """Wait for the calls within the timeout; return results by rank name."""

@@ -8,18 +8,22 @@ term is that of the original run: the weights after the warm start, or `model.pa
 
 from __future__ import annotations
 
+import logging
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mega_agentrl.actor.checkpoint.checkpoint_dir import unfinished_saves
 from mega_agentrl.config.errors import ConfigError
 from mega_agentrl.train.resume import run_state
-from mega_agentrl.train.resume.run_dir import METRICS_FILE, WARM_START_DIR
+from mega_agentrl.train.resume.run_dir import CHECKPOINTS_DIR, METRICS_FILE, WARM_START_DIR
 
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.train.resume.run_state import RunState
     from mega_agentrl.types.components import Components
+
+_logger = logging.getLogger(__name__)
 
 
 def restore(components: Components, config: TrainConfig) -> RunState | None:
@@ -31,6 +35,8 @@ def restore(components: Components, config: TrainConfig) -> RunState | None:
     """
     run_dir = Path(config.run_dir)
     folders = run_state.valid_checkpoints(run_dir)
+    for folder in unfinished_saves(run_dir / CHECKPOINTS_DIR):
+        _logger.warning("checkpoint %s was not finished and is skipped", folder)
     if folders and config.is_eval_only:
         raise ConfigError(
             "run_dir",

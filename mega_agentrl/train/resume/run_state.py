@@ -28,6 +28,7 @@ from mega_agentrl.actor.checkpoint import checkpoint_dir as checkpoint_folder
 from mega_agentrl.report.metrics_file import iter_lines, parse_line
 from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.evaluate import ValidationResult
+from mega_agentrl.train.resume.pending_checkpoint import ModelSave, PendingCheckpoint
 from mega_agentrl.train.resume.run_dir import (
     CHECKPOINTS_DIR,
     CRITIC_DIR,
@@ -95,10 +96,30 @@ def save_checkpoint(
     *,
     keep: int = MAX_CHECKPOINTS,
     name: str = DEFAULT_CHECKPOINT_DIR,
-    same_policy: bool = False,
     critic: Critic | None = None,
 ) -> Path:
-    """Write a checkpoint of the run, wait for it, and remove older ones than the newest `keep`.
+    """Write a checkpoint of the run and wait for it; arguments are those of `start_checkpoint`."""
+    pending = start_checkpoint(policy, run_dir, state, keep=keep, name=name, critic=critic)
+    assert pending is not None
+    try:
+        pending.commit()
+    except Exception:
+        pending.abandon()
+        raise
+    return pending.folder
+
+
+def start_checkpoint(
+    policy: Policy,
+    run_dir: Path,
+    state: RunState,
+    *,
+    keep: int = MAX_CHECKPOINTS,
+    name: str = DEFAULT_CHECKPOINT_DIR,
+    same_policy: bool = False,
+    critic: Critic | None = None,
+) -> PendingCheckpoint | None:
+    """Start a checkpoint of the run, whose commit removes older ones than the newest `keep`.
 
     A damaged checkpoint of the same step is replaced. If saving fails, older checkpoints are
     unchanged.
@@ -112,23 +133,32 @@ def save_checkpoint(
         same_policy: An existing checkpoint of this step holds the current policy; only `state` is
             written again.
         critic: Its part is saved, too.
+
+    Returns:
+        The checkpoint, to be committed; None with `same_policy`, if it is complete.
     """
     folder = run_dir / name / state.checkpoint_name
     valid = {path for path, _ in checkpoint_folder.list_checkpoints(folder.parent)}
     if same_policy and folder in valid:
         manifest = checkpoint_folder.CheckpointManifest.read(folder)
         replace(manifest, extra=to_builtins(state)).write(folder)
-        return folder
+        return None
     if folder not in valid:
         checkpoint_folder.invalidate_checkpoint(folder)
+    parts: list[ModelSave] = []
     if critic is not None and state.step:
         critic_folder = _critic_checkpoint_dir(folder)
         # The manifest may be left from a save that was interrupted between the two parts.
         checkpoint_folder.invalidate_checkpoint(critic_folder)
         # One more than the policy, whose newest checkpoint is written after this one.
-        critic.save_checkpoint(critic_folder, {}, keep + 1)
-    policy.save_checkpoint(folder, to_builtins(state), keep)
-    return folder
+        parts.append(ModelSave(critic, critic_folder, {}, keep + 1))
+    try:
+        parts.append(ModelSave(policy, folder, to_builtins(state), keep))
+    except Exception:
+        for part in parts:
+            part.abandon()
+        raise
+    return PendingCheckpoint(state.step, parts)
 
 
 def valid_checkpoints(run_dir: Path) -> list[Path]:

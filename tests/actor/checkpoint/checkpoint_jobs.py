@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from mega_agentrl.actor import megatron_model
 from mega_agentrl.actor.checkpoint import save_load
-from mega_agentrl.actor.checkpoint.save_barrier import SaveBarrier
 from mega_agentrl.actor.checkpoint.sharded_state import _iter_flat_ranges, iter_hf_views
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
+from tests.actor.rank_saves import WAIT_S, finish_save, save_checkpoint, start_save
 from tests.rank_shards import score, update
 
 
@@ -29,7 +30,31 @@ def steps(policy, batch, count, lr=1e-2):
 
 
 def save(policy, folder, extra=None):
-    return policy.save_checkpoint(str(folder), extra)
+    save_checkpoint(policy, folder, extra)
+
+
+def save_while_training(policy, folder, batch, count):
+    """Save with a writing thread that waits for optimizer steps; return the steps' losses.
+
+    Then save the state after the steps, to `folder` with another name.
+    """
+    write_rank_file, may_write = save_load.write_rank_file, threading.Event()
+
+    def wait_and_write(*arguments):
+        assert may_write.wait(WAIT_S)
+        return write_rank_file(*arguments)
+
+    save_load.write_rank_file = wait_and_write
+    try:
+        started = start_save(policy, folder)
+        assert policy.save_result(0.0) is None, "nothing is written yet"
+        losses = steps(policy, batch, count)
+        may_write.set()
+        finish_save(policy, folder, *started)
+    finally:
+        save_load.write_rank_file = write_rank_file
+    save_checkpoint(policy, f"{folder}-later")
+    return losses
 
 
 def resume(policy, folder):
@@ -72,11 +97,8 @@ def export(policy, folder):
 
 
 def die_in_save(policy, folder, dead_rank, token):
-    """Kill one rank while it writes; the others write the error they get to the file `token`."""
+    """Kill one rank while it writes; rank 0 abandons its save and writes the error to `token`."""
     death = Path(f"{token}.death")
-    save_load.SaveBarrier = partial(
-        SaveBarrier, clock=lambda: time.monotonic() + (1000.0 if death.exists() else 0.0)
-    )
     if torch.distributed.get_rank() == dead_rank:
 
         def die(handle):
@@ -84,12 +106,16 @@ def die_in_save(policy, folder, dead_rank, token):
             os.kill(os.getpid(), signal.SIGKILL)
 
         os.fsync = die
+    partial, _ = start_save(policy, folder)
+    while not death.exists():
+        time.sleep(0.05)
+    assert policy.save_result(0.5) is None, f"the save succeeded without rank {dead_rank}"
+    policy.abandon_save()
     try:
-        save_load.save_checkpoint(policy.megatron_model, folder, timeout_s=60.0)
+        policy.save_result(0.0)
     except RuntimeError as error:
         Path(token).write_text(str(error))
-    else:
-        raise AssertionError(f"the save succeeded without rank {dead_rank}")
+    shutil.rmtree(partial)
 
 
 def refused(policy, function, *arguments):

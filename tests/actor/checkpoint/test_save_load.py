@@ -181,15 +181,25 @@ def test_a_checkpoint_of_another_model_is_refused(runs):
         assert error.got == {"tie_word_embeddings": False}
 
 
-def test_a_save_that_is_not_possible_is_refused_on_every_rank(runs):
+def test_a_checkpoint_has_the_state_at_its_start_although_training_went_on(runs):
+    """The second save reuses the host memory of the first."""
+    folder = runs.root / "runs/while-training"
     calls = [
         ("load", runs.model("dense")),
-        ("refused", "save", runs.checkpoint("dense DP2")),
-        ("refused", "save", runs.root / "unfit", {"x": {1, 2}}),
+        ("steps", runs.batch, 2),
+        ("values",),
+        ("save_while_training", folder, runs.batch, 2),
+        ("values",),
     ]
-    for _, occupied, unfit in runs.run("dense", {"data": 2}, calls):
-        assert "rank 0: InputError: folder of the save" in str(occupied)
-        assert unfit.name == "extra"
+    ranks = runs.run("dense", {"data": 2}, calls)
+    resume = [("resume", folder), ("values",), ("steps", runs.batch, 2)]
+    resume += [("resume", f"{folder}-later"), ("values",)]
+    ((_, values, losses, _, later),) = runs.run("dense", {}, resume)
+    for number, loaded in ((2, values), (4, later)):
+        saved = merged([[*rank[: number + 1], None] for rank in ranks])
+        found = merged([[loaded, None]])
+        assert all(torch.equal(found[key], value) for key, value in saved.items())
+    assert losses == pytest.approx(ranks[0][3], abs=1e-5)
 
 
 def test_a_damaged_or_missing_checkpoint_is_refused(runs):
@@ -225,7 +235,7 @@ def test_a_kill_during_a_save_leaves_the_previous_checkpoint(runs, tmp_path):
     codes = run_to_death(config, calls)
     seen = (tmp_path / "seen").read_text()
     assert codes == [0, -signal.SIGKILL], seen
-    assert "rank 1 has sent no heartbeat" in seen
+    assert "rank 0: RuntimeError: the save was abandoned" in seen
     assert str(run / "second") in seen
     assert latest_checkpoint(run) == run / "first"
     assert not (run / "second").exists()

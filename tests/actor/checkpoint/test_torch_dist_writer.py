@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from mega_agentrl.actor.checkpoint.checkpoint_dir import FileRecord
 from mega_agentrl.actor.checkpoint.torch_dist_writer import finalize_checkpoint, write_rank_file
 from mega_agentrl.errors import InputError
 
@@ -29,13 +30,18 @@ def piece(key, value, full, offset):
 
 @pytest.fixture
 def write(one_rank, tmp_path):
-    """Return `write(rank, (key, value, full shape, offset)...)`, which writes to `tmp_path`."""
+    """Return `write(rank, (key, value, full shape, offset)...)`, which writes to `tmp_path`.
+
+    `write.records` has the records of the files.
+    """
+    records = {}
 
     def make(rank, *pieces):
         state = {str(number): piece(*one) for number, one in enumerate(pieces)}
-        write_rank_file(state, tmp_path, rank)
+        records.update(write_rank_file(state, tmp_path, rank))
         return tmp_path
 
+    make.records = records
     return make
 
 
@@ -45,15 +51,27 @@ WHOLE = torch.arange(20.0).view(4, 5)
 def test_uneven_pieces_of_two_ranks_become_one_tensor(write):
     write(0, ("a", WHOLE[:1], (4, 5), (0, 0)), ("a", WHOLE[1:, :2], (4, 5), (1, 0)))
     folder = write(1, ("b", torch.ones(3), (3,), (0,)), ("a", WHOLE[1:, 2:], (4, 5), (1, 2)))
-    files = finalize_checkpoint(folder, 2, {"a": (4, 5), "b": (3,)})
+    files = write.records | finalize_checkpoint(folder, 2, {"a": (4, 5), "b": (3,)})
     assert set(files) == {path.name for path in folder.iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json"} == set(files)
-    # A view is written without the rest of the tensor that it belongs to.
-    assert all(record.num_bytes == (folder / name).stat().st_size for name, record in files.items())
+    # The digests of what was written are those of the files.
+    assert all(record == FileRecord.from_file(folder / name) for name, record in files.items())
     state = {"a": torch.empty(4, 5), "b": torch.empty(3)}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     assert torch.equal(state["a"], WHOLE)
     assert torch.equal(state["b"], torch.ones(3))
+
+
+def test_the_error_of_a_write_ends_the_writing_and_is_the_one_that_is_raised(one_rank, tmp_path):
+    state, writes = {"0": piece("a", WHOLE, (4, 5), (0, 0))}, iter(range(2))
+
+    def fail_at_third_write():
+        if next(writes, None) is None:
+            raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_rank_file(state, tmp_path, 0, fail_at_third_write)
+    assert not list(tmp_path.glob("*report*"))
 
 
 def test_megatron_reads_what_was_written(write):

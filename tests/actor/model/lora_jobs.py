@@ -11,6 +11,7 @@ import torch
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.policy import PolicyRank
 from mega_agentrl.config.errors import ConfigError
+from tests.actor.rank_saves import save_checkpoint
 from tests.parallel.policy_jobs import gradients_before_step, weights_of
 from tests.rank_shards import score, sft_step, update
 
@@ -65,7 +66,7 @@ def train_adapters(
     policy.export_hf(str(folder / "merged"))
     before = [value.clone() for value in weights(model)]
     losses = [sft_step(policy, batch, 1e-2).loss for _ in range(3)]
-    policy.save_checkpoint(str(folder / "checkpoint"))
+    save_checkpoint(policy, folder / "checkpoint")
     frozen = all(map(torch.equal, before, weights(model)))
     num_state_elements = sum(
         values[kind].numel()

@@ -54,7 +54,7 @@ def test_the_estimate_is_what_the_actor_allocates(name, dtype, cut, folders, ran
     item_bytes = 2 if dtype == "bfloat16" else 4
     found = rank_pool.run(held_bytes, layout.world_size, str(folders(name)), layout, dtype)
     assert len(found) == layout.world_size
-    for (stage, replica, expert_replica), got in found:
+    for (stage, replica, expert_replica), got, copied in found:
         expected = estimate_model_state(
             shape,
             layout,
@@ -66,6 +66,11 @@ def test_the_estimate_is_what_the_actor_allocates(name, dtype, cut, folders, ran
         assert (expected.weights, expected.gradients, expected.optimizer) == got
         most = estimate_model_state(shape, layout, stage, item_bytes=item_bytes)
         assert most.optimizer >= expected.optimizer
+        assert copied <= most.checkpoint
+    # Of the first stage, because the last one may have an embedding that the first one writes.
+    copies = [copied for (stage, *_), _, copied in found if not stage]
+    first_stage = estimate_model_state(shape, layout, 0, item_bytes=item_bytes)
+    assert max(copies) >= 0.75 * first_stage.checkpoint
 
 
 def test_a_released_model_has_the_state_worked_out_by_hand():
@@ -77,6 +82,8 @@ def test_a_released_model_has_the_state_worked_out_by_hand():
     assert state.gradients == 2 * state.weights
     assert state.optimizer == pytest.approx(12 * state.num_parameters / 4, rel=1e-4)
     assert state.largest_parameter == 151936 // 8 * 5120 * 2
+    # Of the weights a rank writes its share, but whole matrices.
+    assert state.checkpoint == pytest.approx(state.optimizer + state.weights / 4, rel=0.04)
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline", "data", "context"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mega_agentrl.estimate.device import GIB, DeviceSpec
@@ -44,6 +46,20 @@ def test_a_reference_lies_in_host_memory():
     (memory,) = estimate_policy_memory(config, shape, DeviceSpec())
     assert memory.pinned_host >= memory.weights
     assert memory.reference_staging == 256 * 2**20
+
+
+def test_the_copy_of_a_checkpoint_lies_in_host_memory():
+    config, shape = configured(tensor=4, data=2, engine=1, engines=8), released("qwen2.5-7b")
+    (gpu,) = estimate_policy_memory(config, shape, DeviceSpec())
+    (cpu,) = estimate_policy_memory(config, shape, DeviceSpec(memory_gib=None))
+    assert (gpu.checkpoint_copy, cpu.pinned_checkpoint) == (0, 0)
+    # Blocks of 256 MiB, the last one a power of two.
+    assert 0 <= gpu.pinned_checkpoint - gpu.optimizer - gpu.weights / 2 < 768 * 2**20
+    assert cpu.peak - cpu.checkpoint_copy == replace(cpu, checkpoint_copy=0).peak
+    assert cpu.checkpoint_copy > cpu.optimizer
+    config.total_steps = 0
+    (idle,) = estimate_policy_memory(config, shape, DeviceSpec())
+    assert idle.pinned_checkpoint == 0
 
 
 def test_a_run_that_only_evaluates_has_weights_alone():

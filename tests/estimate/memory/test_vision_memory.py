@@ -40,7 +40,7 @@ def test_the_estimate_is_what_the_actor_allocates(rank_pool, tmp_path, family, c
     dtype, cut, frozen = LAYOUTS[case]
     folder, layout = make_vision_model(family, tmp_path), ParallelConfig(**cut)
     found = rank_pool.run(held_bytes, layout.world_size, str(folder), layout, dtype, frozen)
-    for (stage, replica, _), got in found:
+    for (stage, replica, _), got, copied in found:
         expected = estimate_model_state(
             ModelShape.from_folder(folder),
             layout,
@@ -50,6 +50,7 @@ def test_the_estimate_is_what_the_actor_allocates(rank_pool, tmp_path, family, c
             replica=replica,
         )
         assert (expected.weights, expected.gradients, expected.optimizer) == got
+        assert copied <= expected.checkpoint
 
 
 def saved_bytes(vision, grid):

@@ -14,6 +14,7 @@ from mega_agentrl.config.sections.runtime import ClusterConfig
 from mega_agentrl.runtime.inputs import check_tokenizers
 from mega_agentrl.runtime.remote_calls import ModelRankDiedError, RemoteCallError
 from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
+from mega_agentrl.train.resume.pending_checkpoint import ModelSave, PendingCheckpoint
 from mega_agentrl.types.errors import AuxiliaryModelLostError
 from tests.config.refusals import refused_setting
 from tests.estimate.shapes import config_folder
@@ -33,7 +34,7 @@ def test_values_are_assembled_and_a_dead_rank_is_named(fake_ranks):
     filled = group.compute_values(batch())
     assert filled.value_BT.tolist() == [[0.5, 1.0], [1.5, 2.0], [2.5, 3.0]]
     assert group.load_checkpoint(Path("/run/step-000001"))["from"] == "/run/step-000001"
-    group.save_checkpoint(Path("/run/critic/step-000002"), {}, 3)
+    assert group.start_save(Path("/run/critic/step-000002")) == "manifest of rank 0"
     with pytest.raises(ModelRankDiedError) as caught:
         group.update(filled)
     assert (caught.value.operation, caught.value.process_name) == ("critic update", "critic rank 1")
@@ -71,9 +72,11 @@ def test_real_critic_trains_saves_and_resumes(ray_local, tmp_path):
         assert not given.value_BT.any(), "a new head knows nothing"
         first = group.update(given)
         assert first.learning_rate == 3e-3
-        group.save_checkpoint(tmp_path / "critic" / "step-000001", {"step": 1}, 3)
+        folder = tmp_path / "critic" / "step-000001"
+        save = PendingCheckpoint(1, [ModelSave(group, folder, {"step": 1}, 3)])
         learned = group.compute_values(given)
-        second = group.update(learned)
+        second = group.update(learned)  # while the checkpoint is written
+        save.commit()
         assert second.metrics["value_loss"] < first.metrics["value_loss"]
         assert math.isnan(first.metrics["explained_variance"]), "the returns do not vary"
         assert group.load_checkpoint(tmp_path / "critic" / "step-000001") == {"step": 1}

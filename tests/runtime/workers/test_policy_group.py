@@ -118,11 +118,15 @@ def test_dead_rank_differs_from_a_failure_and_close_kills_the_others(ray_local, 
 def test_every_rank_saves_under_the_same_absolute_path(group, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     policy, actors = group()
-    policy.save_checkpoint(Path("checkpoints/step-1"), {"step": 1}, 2)
+    assert policy.start_save(Path("checkpoints/step-1")) == "manifest of rank 0"
     for actor in actors:
-        folder, extra, keep = ray.get(actor.last_args.remote())
-        assert folder == str(tmp_path / "checkpoints" / "step-1")
-        assert (extra, keep) == ({"step": 1}, 2)
+        assert ray.get(actor.last_args.remote()) == (str(tmp_path / "checkpoints" / "step-1"),)
+
+
+def test_a_save_is_done_when_all_ranks_are(group):
+    policy, _ = group()
+    assert policy.save_result(0.0) is None
+    assert policy.save_result(1.0) == {"__0_0.distcp": 0, "__1_0.distcp": 1}
 
 
 def test_load_checkpoint_returns_the_extra_values_and_names_a_damaged_one(group, tmp_path):

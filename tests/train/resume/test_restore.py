@@ -176,10 +176,10 @@ def test_a_run_stopped_by_the_queue_in_every_stage_reaches_its_end(config, tmp_p
 
 
 def saved_run(config, folder, **kind):
-    """Ended in the update of the last step, with checkpoints of steps 1 and 2."""
+    """Ended at the end of the last step, with checkpoints of steps 1 and 2."""
     moments, made = Moments(), interruptible_config(config, folder / "whole", save_every=1, **kind)
     expected, _ = run_on(made, moments)
-    last = [at for at, name in enumerate(moments.names) if name == "updated"][-1]
+    last = [at for at, name in enumerate(moments.names) if name == "saved"][-2]
     made = replace(made, run_dir=str(folder / "run"))
     with pytest.raises(Killed):
         start(made, Moments(last, die))
@@ -254,7 +254,7 @@ def test_a_policy_lost_at_any_moment_leaves_a_run_that_ends_as_if_undisturbed(
     assert components.policy.num_restarts == 0
     expected = outcome(make(tmp_path / "whole"), components)
     # A policy that is lost says so when it is asked for something.
-    others = ("generate", "critic", "critic saved")
+    others = ("generate", "critic", "critic saved", "commit", "saved")
     chosen = [at for at, name in enumerate(moments.names) if name not in others]
     assert len(chosen) > 15
     for at in chosen:

@@ -13,6 +13,7 @@ from mega_agentrl.report.reward_curve import EvalPoint, StepPoint
 from mega_agentrl.train.controllers import Controllers
 from mega_agentrl.train.evaluate import EvalResult, ValidationResult
 from mega_agentrl.train.resume import run_state
+from mega_agentrl.train.resume.pending_checkpoint import ModelSave, PendingCheckpoint
 from mega_agentrl.train.resume.run_state import RunState
 from mega_agentrl.train.run_logger import LoggerState
 from mega_agentrl.train.warm_start import WarmStartProgress
@@ -127,7 +128,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_anew(tmp_path):
 
 
 def test_a_checkpoint_without_a_run_state_is_refused_before_the_policy_loads(tmp_path):
-    FilePolicy(0.5).save_checkpoint(tmp_path / "checkpoints" / "other", {"answer": 42})
+    folder = tmp_path / "checkpoints" / "other"
+    PendingCheckpoint(0, [ModelSave(FilePolicy(0.5), folder, {"answer": 42}, None)]).commit()
     policy = FilePolicy(0.0)
     with pytest.raises(ValueError):
         run_state.load_checkpoint(policy, newest(tmp_path))
@@ -236,7 +238,7 @@ def test_of_the_same_policy_only_the_rest_is_written_anew(tmp_path):
     with pytest.raises(ValueError):
         run_state.save_checkpoint(FilePolicy(0.5), tmp_path, state_at(2))
     later = state_at(2, last_validated_step=2)
-    assert run_state.save_checkpoint(FilePolicy(0.5), tmp_path, later, same_policy=True) == folder
+    assert run_state.start_checkpoint(FilePolicy(0.5), tmp_path, later, same_policy=True) is None
     policy = FilePolicy(0.0)
     assert run_state.load_checkpoint(policy, folder) == later
     assert policy.weight == 0.25
