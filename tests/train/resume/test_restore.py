@@ -175,6 +175,19 @@ def test_a_run_stopped_by_the_queue_in_every_stage_reaches_its_end(config, tmp_p
     assert outcome(made, start(made, Moments())) == expected
 
 
+def test_a_killed_save_is_a_line_and_the_run_goes_on_from_the_checkpoint_before(
+    config, tmp_path, caplog
+):
+    made = interruptible_config(config, tmp_path, warm=False, ares=False, save_every=1)
+    with pytest.raises(Killed):
+        start(made, Moments(("written", 2), die))
+    assert [path.name for path in run_state.valid_checkpoints(tmp_path)] == ["step-000001"]
+    start(made, Moments())
+    assert "step-000002.partial-" in caplog.text
+    assert "was not finished and is skipped" in caplog.text
+    assert not list((tmp_path / "checkpoints").glob("*.partial-*"))
+
+
 def saved_run(config, folder, **kind):
     """Ended at the end of the last step, with checkpoints of steps 1 and 2."""
     moments, made = Moments(), interruptible_config(config, folder / "whole", save_every=1, **kind)
