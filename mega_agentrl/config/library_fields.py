@@ -149,7 +149,7 @@ def _check_value(value: Any, key: str, kinds: list[_Type]) -> None:
 
 def _fields(node: ast.ClassDef, module: str) -> dict[str, tuple[ast.expr, str]]:
     """Return the annotation of each public field of a dataclass, and the module that has it."""
-    fields = {}
+    fields: dict[str, tuple[ast.expr, str]] = {}
     for base in node.bases:
         found = _find(last_name(base), module)
         if found is not None and isinstance(found.node, ast.ClassDef):
