@@ -92,7 +92,8 @@ class Algorithm:
         A proof that engine and policy agree, and routes that are recorded, are about all rows.
         """
         model = self._config.model
-        if model.zero_mismatch or model.router_replay is RouterReplay.old:
+        is_needed = model.zero_mismatch or model.router_replay is RouterReplay.old
+        if is_needed or model.has_router_loss:
             return batch
         return batch.with_fields(is_scored_B=rows_to_score(batch, self._config.algo))
 
@@ -136,7 +137,9 @@ class Algorithm:
         return TrainInputs(
             batch=batch,
             kl_weight_BT=kl_weight_BT if is_in_loss else None,
-            has_signal_B=rows_with_signal(batch, algo),
+            has_signal_B=(
+                None if self._config.model.has_router_loss else rows_with_signal(batch, algo)
+            ),
             ares_step=ares_step,
             metrics=correction_metrics | advantage_metrics,
         )

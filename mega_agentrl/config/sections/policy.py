@@ -68,6 +68,11 @@ class ModelConfig(Section, key="model"):
     critic and reward model: `model.megatron.moe_permute_fusion=true`. The preflight does not know
     them."""
 
+    @property
+    def has_router_loss(self) -> bool:
+        """Whether the experts' routers have a loss of their own, to which all tokens contribute."""
+        return bool(self.megatron.get("moe_z_loss_coeff"))
+
 
 @dataclass
 class ParallelConfig(Section, key="parallel"):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega_agentrl.estimate.duration.passes import PolicyModel
+from mega_agentrl.estimate.duration.passes import PassTime, PolicyModel
 from mega_agentrl.estimate.duration.rollout import EngineModel, predict_rollout
 from mega_agentrl.estimate.memory.model_state import estimate_model_state, num_parameters
 from mega_agentrl.estimate.preflight.suggestions import num_required_gpus
@@ -28,7 +28,6 @@ from mega_agentrl.estimate.preflight.suggestions import num_required_gpus
 if TYPE_CHECKING:
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.estimate.device import DeviceSpec
-    from mega_agentrl.estimate.duration.passes import PassTime
     from mega_agentrl.estimate.duration.rollout import RolloutTime
     from mega_agentrl.estimate.duration.speeds import DeviceSpeeds
     from mega_agentrl.estimate.duration.workload import Workload
@@ -44,7 +43,7 @@ class StepTime:
 
     rollout: RolloutTime
     log_probs: PassTime
-    """The pass of the old log-probs."""
+    """The pass of the old log-probs, which takes no time in a run without it."""
     reference: PassTime | None
     """The pass of the reference's log-probs, without the exchange of weights with the host."""
     critic_s: float
@@ -102,10 +101,11 @@ def predict_step(
     )
     engine = EngineModel(config=config, shape=shape, device=device, speeds=speeds)
     rollout = predict_rollout(engine, workload)
-    log_probs, update = policy.scoring_pass(), policy.update()
-    reference = log_probs if config.algo.needs_reference else None
+    scoring, update = policy.scoring_pass(), policy.update()
+    log_probs = scoring if config.has_scoring_pass else PassTime()
+    reference = scoring if config.algo.needs_reference else None
     # The critic has the policy's layout and no vocabulary; its head costs next to nothing.
-    critic_s = log_probs.total + update.total if config.algo.needs_critic else 0.0
+    critic_s = scoring.total + update.total if config.algo.needs_critic else 0.0
     driver_s = workload.num_tokens * speeds.driver_token_s
     nodes = max(1.0, config.parallel.world_size / device.gpus_per_node)
     checkpoint_s = 0.0

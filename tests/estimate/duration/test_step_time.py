@@ -87,7 +87,11 @@ def test_shared_gpus_are_never_idle_but_move_the_policys_state():
 
 def test_a_reference_takes_a_pass_and_a_critic_makes_the_policy_wait():
     config = run()
+    without_pass = step_of(config, of=LONG)
+    config.model.zero_mismatch = True  # compares the log-probs of a pass
     plain = step_of(config, of=LONG)
+    assert without_pass.log_probs.total == 0 < plain.log_probs.total
+    assert plain.total_s == pytest.approx(without_pass.total_s + plain.log_probs.total)
     config.algo.kl_coef = 0.1
     with_reference = step_of(config, of=LONG)
     assert with_reference.total_s == pytest.approx(plain.total_s + plain.log_probs.total)
