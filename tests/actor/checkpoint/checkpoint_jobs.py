@@ -112,7 +112,7 @@ def die_in_save(policy, folder, dead_rank, token):
     assert policy.save_result(0.5) is None, f"the save succeeded without rank {dead_rank}"
     policy.abandon_save()
     try:
-        policy.save_result(0.0)
+        policy.save_result(WAIT_S)
     except RuntimeError as error:
         Path(token).write_text(str(error))
     shutil.rmtree(partial)
