@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega_agentrl.config.enums import Recompute, RolloutCorrection
+from mega_agentrl.config.enums import Recompute, RolloutCorrection, RouterReplay
 from mega_agentrl.estimate.device import DeviceSpec
 from mega_agentrl.estimate.duration.step import predict_step
 from mega_agentrl.estimate.preflight.balance import MAX_IDLE, suggest_balance
@@ -88,7 +88,7 @@ def test_shared_gpus_are_never_idle_but_move_the_policys_state():
 def test_a_reference_takes_a_pass_and_a_critic_makes_the_policy_wait():
     config = run()
     without_pass = step_of(config, of=LONG)
-    config.model.zero_mismatch = True  # compares the log-probs of a pass
+    config.model.router_replay = RouterReplay.old  # records the routes in a pass
     plain = step_of(config, of=LONG)
     assert without_pass.log_probs.total == 0 < plain.log_probs.total
     assert plain.total_s == pytest.approx(without_pass.total_s + plain.log_probs.total)
