@@ -71,7 +71,7 @@ class PassTime:
     @property
     def total(self) -> float:
         """Seconds of the pass."""
-        return sum(astuple(self))
+        return float(sum(astuple(self)))
 
     def __add__(self, other: PassTime) -> PassTime:
         return PassTime(
@@ -193,8 +193,8 @@ class PolicyModel:
             for layer in layers:
                 kinds.setdefault(self.shape.is_moe_layer(layer), []).append(layer)
         total = PassTime()
-        for layers in kinds.values():
-            total += self._layer(layers[0], micro, backward=backward).scaled(len(layers))
+        for alike in kinds.values():
+            total += self._layer(alike[0], micro, backward=backward).scaled(len(alike))
         if layout.pipeline > 1 and layout.virtual_pipeline == 1:  # else it overlaps
             sent = 4 if backward else 2
             num_bytes = micro.tokens / layout.context / self._sequence_size * self._hidden_bytes
