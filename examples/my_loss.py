@@ -9,7 +9,11 @@ from mega_agentrl.algo.masking import bounded_exp, masked_log_ratio, masked_mean
 from mega_agentrl.config.ranges import Range
 
 
-@register_loss("truncated", metrics=("clipfrac", "approx_kl", "importance_ratio"))
+@register_loss(
+    "truncated",
+    metrics=("clipfrac", "approx_kl", "importance_ratio"),
+    is_zero_without_advantage=True,
+)
 def loss(
     logp_BT: torch.Tensor,
     old_logp_BT: torch.Tensor,

@@ -15,14 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mega_agentrl.actor.megatron_model import (
-    MegatronModel,
-    RankInfo,
-    TrainableRank,
-    summarize_steps,
-)
+from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, TrainableRank
 from mega_agentrl.actor.model.heads import ScalarHead
 from mega_agentrl.actor.training.objectives import require_targets
+from mega_agentrl.actor.training.step_result import summarize_steps
 from mega_agentrl.algo.policy_loss import aggregate
 from mega_agentrl.algo.value_loss import clipped_value_loss
 from mega_agentrl.batch.packed_rows import CRITIC_TARGETS

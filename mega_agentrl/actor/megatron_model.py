@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from mega_agentrl.actor.training.offload import Offloader, require_on_device
 from mega_agentrl.actor.training.optimizer import AdamOptimizer
 from mega_agentrl.actor.training.packing import MicroBatch, pack_rows, selected_tokens
 from mega_agentrl.actor.training.pipeline_schedule import PipelineSchedule
+from mega_agentrl.actor.training.step_result import NO_ROUTES, RouteTotals, StepResult
 from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.config.errors import ConfigError
@@ -53,7 +54,6 @@ from mega_agentrl.reshard.mapping.model_mapping import (
 )
 from mega_agentrl.reshard.mapping.model_shape import HeadKind, ModelShape
 from mega_agentrl.types.activity import track_activity
-from mega_agentrl.types.batch import UpdateStats
 from mega_agentrl.types.routes import DIGEST_BITS
 from mega_agentrl.vision.processor import ImageProcessor
 
@@ -87,37 +87,6 @@ class RankInfo:
     """Longest wait for all ranks at the start and in every collective."""
     num_threads: int = 1
     """CPU threads of a torch operation."""
-
-
-class RouteTotals(NamedTuple):
-    """Numbers of pairs of a token and a layer with experts, of all ranks."""
-
-    num_pairs: int = 0
-    num_replayed: int = 0
-    """Pairs whose experts were replayed."""
-    num_differing: int = 0
-    """Replayed pairs for which the policy itself would have chosen other experts."""
-
-
-NO_ROUTES = RouteTotals()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """Result of one optimizer step."""
-
-    metric_sums: dict[str, float]
-    """Metrics summed over all tokens of the step, by name."""
-    grad_norm: float
-    """Gradient norm of the whole model before clipping."""
-    learning_rate: float
-    applied: bool
-    """False if the step was skipped because the gradient norm is not finite."""
-    routes: RouteTotals = NO_ROUTES
-    """Counts of the routes that were replayed."""
-    scores: PackedScores | None = None
-    """The head's values before the step, 0 for tokens that are not trained on, if they were asked
-    for; None on ranks that return none."""
 
 
 class MegatronModel:
@@ -582,39 +551,3 @@ def compute_learning_rate(step: int, settings: OptimConfig, total_steps: int) ->
     else:
         decay = (1.0 + math.cos(math.pi * progress)) / 2.0
     return settings.min_lr + (settings.lr - settings.min_lr) * decay
-
-
-def summarize_steps(steps: Sequence[StepResult], names: Sequence[str]) -> UpdateStats:
-    """Combine the optimizer steps of one update.
-
-    The loss is averaged over the steps and each metric in `names` over all their tokens. The
-    gradient norm is averaged over the applied steps and NaN if there are none.
-    """
-    num_tokens = sum(step.metric_sums["num_tokens"] for step in steps)
-    norms = [step.grad_norm for step in steps if step.applied] or [math.nan]
-    return UpdateStats(
-        loss=sum(step.metric_sums["loss"] for step in steps) / max(1, len(steps)),
-        grad_norm=sum(norms) / len(norms),
-        learning_rate=steps[-1].learning_rate if steps else 0.0,
-        num_tokens=int(num_tokens),
-        num_skipped_steps=sum(not step.applied for step in steps),
-        metrics={
-            name: sum(step.metric_sums[name] for step in steps) / max(1.0, num_tokens)
-            for name in names
-        },
-    )
-
-
-def route_metrics(steps: Sequence[StepResult]) -> dict[str, float]:
-    """Return the shares of replayed routes and of those that the policy would not have chosen.
-
-    The result is empty if no step replayed any.
-    """
-    num_replayed = sum(step.routes.num_replayed for step in steps)
-    if not num_replayed:
-        return {}
-    num_differing = sum(step.routes.num_differing for step in steps)
-    return {
-        "routes_replayed": num_replayed / sum(step.routes.num_pairs for step in steps),
-        "routes_differing": num_differing / num_replayed,
-    }

@@ -16,14 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mega_agentrl.actor import device
 from mega_agentrl.actor.kernels import describe_kernels
-from mega_agentrl.actor.megatron_model import (
-    MegatronModel,
-    RankInfo,
-    StepResult,
-    TrainableRank,
-    route_metrics,
-    summarize_steps,
-)
+from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, TrainableRank
 from mega_agentrl.actor.model.gpt_model import make_vocab_shard
 from mega_agentrl.actor.model.heads import LogProbHead
 from mega_agentrl.actor.training.losses import find_loss
@@ -35,6 +28,7 @@ from mega_agentrl.actor.training.objectives import (
     require_targets,
 )
 from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
+from mega_agentrl.actor.training.step_result import StepResult, route_metrics, summarize_steps
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
 from mega_agentrl.config.enums import RouterReplay

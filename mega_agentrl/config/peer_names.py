@@ -264,6 +264,7 @@ SLIME_FLAGS = {
     "--kl-loss-coef": "`algo.kl_coef`",
     "--kl-loss-type": "`algo.kl_estimator`",
     "--use-tis": "`algo.rollout_correction`",
+    "--use-rollout-logprobs": "`algo.old_log_probs=engine`",
     "--tis-clip": "`algo.rollout_correction_cap`",
     "--custom-loss-function-path": "`algo.loss`",
     "--lr": "`optim.lr`",

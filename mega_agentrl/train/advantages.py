@@ -323,10 +323,12 @@ def mismatch_metrics(batch: TrainBatch) -> dict[str, float]:
     """Return how far engine and policy are apart on tokens that both scored, under `mismatch/`.
 
     The metrics of `algo.correction.logprob_mismatch`, on log-probs and probabilities, and the mean
-    and maximum absolute difference of the entropies in nats.
+    and maximum absolute difference of the entropies in nats; none if there is no such token.
     """
     assert batch.old_logp_BT is not None and batch.entropy_BT is not None
     mask_BT = _scored_mask(batch)
+    if not mask_BT.any():
+        return {}
     entropy_gap_BT = (batch.rollout_entropy_BT - batch.entropy_BT).abs().masked_fill(~mask_BT, 0.0)
     metrics = logprob_mismatch(batch.old_logp_BT, batch.rollout_logp_BT, mask_BT)
     return {f"mismatch/{name}": float(value) for name, value in metrics.items()} | {

@@ -257,7 +257,8 @@ class RunLogger:
         reward = group_metrics["rollout/reward_unfiltered"]
         success = group_metrics["rollout/success_unfiltered"]
         self._step_points.append(StepPoint(step=step, reward=reward, success=success))
-        self._logprob_mismatches.append(mismatch["mismatch/logp_mean_abs"])
+        if mismatch:
+            self._logprob_mismatches.append(mismatch["mismatch/logp_mean_abs"])
         self._entropy_curves += collect_entropy_curves(
             [trajectory for tree in trees for trajectory in tree.trajectories]
         )
@@ -299,7 +300,9 @@ class RunLogger:
     def _step_metrics(
         self, unfinished: _UnfinishedStep, phase_s: Mapping[str, float]
     ) -> dict[str, float | str]:
-        return {**unfinished.metrics, **self._throughput.step_metrics(unfinished.batch, phase_s)}
+        spared = float(unfinished.metrics.get("actor/num_spared_tokens", 0.0))
+        throughput = self._throughput.step_metrics(unfinished.batch, phase_s, spared)
+        return {**unfinished.metrics, **throughput}
 
     def save_validation_rollouts(
         self, when: str, suffix: str, trees: Sequence[RolloutTree]

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from mega_agentrl.actor.megatron_model import StepResult, compute_learning_rate, summarize_steps
+from mega_agentrl.actor.megatron_model import compute_learning_rate
+from mega_agentrl.actor.training.step_result import StepResult, summarize_steps
 from mega_agentrl.config.enums import LrSchedule
 from mega_agentrl.config.sections.policy import OptimConfig
 from mega_agentrl.errors import InputError

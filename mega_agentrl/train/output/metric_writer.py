@@ -88,7 +88,8 @@ class ThroughputMeter:
     tree/token_ratio          tokens of all trajectories, prompts included, over those of the trees,
                               where shared ones count once
     perf/mfu                  model FLOPs of the update (`estimate.flops`; with `batch.trees`,
-                              shared tokens count once, also where a cut tree computes them again)
+                              shared tokens count once, also where a cut tree computes them again;
+                              rows that the update left out count nothing)
                               over its seconds, the number of the policy's GPUs and their bfloat16
                               peak; left out on CPUs and on unknown GPUs
     """
@@ -100,8 +101,17 @@ class ThroughputMeter:
         self._peak_flops = None if peak is None else peak * config.parallel.world_size
         self._model_shape = None if peak is None else ModelShape.from_folder(config.model.path)
 
-    def step_metrics(self, batch: TrainBatch, phase_s: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of a step that trained on `batch`, from the seconds of its phases."""
+    def step_metrics(
+        self, batch: TrainBatch, phase_s: Mapping[str, float], num_spared_tokens: float = 0.0
+    ) -> dict[str, float]:
+        """Return the metrics of a step.
+
+        Args:
+            batch: The batch that it trained on.
+            phase_s: Seconds of its phases.
+            num_spared_tokens: Tokens of the batch that the update left out; they are taken to have
+                the mean cost.
+        """
         num_s = sum(phase_s.values())
         in_response_BT = torch.arange(batch.response_BT.size(1)) < batch.length_B[:, None]
         num_unique = _count_unique(batch.tree_token_BT[in_response_BT])
@@ -127,6 +137,8 @@ class ThroughputMeter:
                 num_trained,
                 rows.shared_length_R.tolist(),
             )
+            num_tokens = int((rows.length_R - rows.shared_length_R).sum())
+            flops *= 1 - num_spared_tokens / num_tokens
             metrics["perf/mfu"] = flops / (phase_s[UPDATE_PHASE] * self._peak_flops)
         return metrics
 
