@@ -137,7 +137,6 @@ class MegatronModel:
             self.dtype,
             tree_attention=config.model.tree_attention,
             image_processor=ImageProcessor(config.model.path) if shape.vision else None,
-            has_adapters=lora is not None,
             exact=exact,
             options=config.model.megatron,
         )
@@ -175,9 +174,7 @@ class MegatronModel:
                 "an environment made with WITH_TE=1",
             )
         self.adapter_layouts = lora_shards(self.shard_layouts, lora.rank, lora.targets)
-        adapters = attach_adapters(
-            chunks, self.shard_layouts, lora, self.dtype, self.groups, exact=self.is_exact
-        )
+        adapters = attach_adapters(chunks, self.shard_layouts, lora, self.dtype, self.groups)
         for chunk in chunks:
             sequence = self.config.parallel.sequence_parallel
             set_grad_sync_flags(chunk, self.shape, sequence=sequence)

@@ -8,13 +8,12 @@ added to W in float32 and rounded once to the dtype of W. `exact_product` adds t
 element in the same order, whatever part of the matrix a rank holds, so that the results of policy
 and engine are equal to the bit and have the same digests. These digests of merged weights prove
 that the right factors arrived, and that they were merged with the right scale into the right
-weights. In training, `fast_product` leaves the order to a matrix product; the results differ in
-about one of 10^8 elements.
+weights.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +21,7 @@ from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, lora_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.config.sections.policy import LoraConfig
     from mega_agentrl.reshard.frames import PartBatch
@@ -36,41 +35,17 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def exact_product(factors: Factors) -> torch.Tensor:
-    """Return B A as float32 `[out, in]`, each element with the same bits on any rank."""
-    return _multiply_rows(factors, _add_terms)
+    """Return B A as float32 `[out, in]`, each element with the same bits on any rank.
 
-
-def fast_product(factors: Factors) -> torch.Tensor:
-    """Return B A as float32 `[out, in]`, with gradients, by a matrix product."""
-    apply: Callable[..., torch.Tensor] = _LowRankProduct.apply
-    return apply(*factors)
-
-
-class _LowRankProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left_OR: torch.Tensor, right_RI: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(left_OR, right_RI)
-        return _multiply_rows((left_OR, right_RI), torch.mm)
-
-    @staticmethod
-    def backward(ctx: Any, grad_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        left_OR, right_RI = ctx.saved_tensors
-        grad_left_OR = grad_OI @ right_RI.to(grad_OI.dtype).t()
-        grad_right_RI = left_OR.to(grad_OI.dtype).t() @ grad_OI
-        return grad_left_OR.to(left_OR.dtype), grad_right_RI.to(right_RI.dtype)
-
-
-def _multiply_rows(
-    factors: Factors, multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """Return the float32 product of the factors, computed in float64 a few rows at a time."""
+    It is computed in float64, a few rows at a time.
+    """
     left_OR, right_RI = (factor.double() for factor in factors)
     num_columns = right_RI.shape[1]
     product_OI = right_RI.new_empty(len(left_OR), num_columns, dtype=torch.float32)
     num_rows = max(1, _CHUNK_ELEMENTS // num_columns)
     chunks = zip(torch.split(left_OR, num_rows), torch.split(product_OI, num_rows), strict=True)
     for rows_OR, rows_OI in chunks:
-        rows_OI.copy_(multiply(rows_OR, right_RI))
+        rows_OI.copy_(_add_terms(rows_OR, right_RI))
     return product_OI
 
 
@@ -88,7 +63,6 @@ def merge_adapters(
     shard: ShardLayout,
     factors: Mapping[str, Factors],
     scale: float,
-    product: Callable[[Factors], torch.Tensor],
 ) -> torch.Tensor:
     """Return a copy of a rank's weight with the changes of its adapters.
 
@@ -97,7 +71,6 @@ def merge_adapters(
         shard: Which parts of which Hugging Face weights it holds.
         factors: The rank's factors by the name of their module; a module without any is copied.
         scale: Factor of the products, alpha / rank.
-        product: Returns B A as float32; gradients flow through it.
     """
     merged = weight.clone()
     products: dict[str, torch.Tensor] = {}
@@ -107,7 +80,7 @@ def merge_adapters(
         if module not in factors:
             continue
         if module not in products:
-            products[module] = scale * product(factors[module])
+            products[module] = scale * exact_product(factors[module])
             first_row[module] = min(
                 other.hf_rect.start[0] for other in shard.blocks if other.hf_name == block.hf_name
             )
@@ -179,6 +152,4 @@ class AdapterReceiver:
 
     def merge(self, shard: ShardLayout, weight: torch.Tensor) -> torch.Tensor:
         """Return a copy of a weight with the changes of the received factors."""
-        return merge_adapters(
-            weight, shard, self._factors.get(shard.name, {}), self._scale, exact_product
-        )
+        return merge_adapters(weight, shard, self._factors.get(shard.name, {}), self._scale)

@@ -158,7 +158,7 @@ class Delivery:
             base = cut(layout, t.base)
             merged = {
                 shard.name: merge_adapters(
-                    base[shard.name], shard, factors_of(shard, values), SCALE, exact_product
+                    base[shard.name], shard, factors_of(shard, values), SCALE
                 )
                 for shard in layout
             }
@@ -336,5 +336,5 @@ def test_a_bfloat16_weight_is_rounded_once():
     right = torch.ones((1, num_columns), dtype=torch.bfloat16)
     # 1 + 2^-8 + 2^-16 is rounded up; with the change rounded to 2^-8 first, down to 1.
     factors = {shard.name.removesuffix(".weight"): (left, right)}
-    merged = merge_adapters(weight, shard, factors, 1 + 2**-8, exact_product)
+    merged = merge_adapters(weight, shard, factors, 1 + 2**-8)
     assert torch.equal(merged, torch.full(shard.shape, 1 + 2**-7, dtype=torch.bfloat16))

@@ -28,7 +28,7 @@ from mega_agentrl.actor.checkpoint.sharded_state import (
 )
 from mega_agentrl.actor.checkpoint.torch_dist_reader import read_tensors
 from mega_agentrl.actor.parallel.process_groups import RankCoordinates
-from mega_agentrl.reshard.adapters import exact_product, merge_adapters
+from mega_agentrl.reshard.adapters import merge_adapters
 from mega_agentrl.reshard.hf_checkpoint import (
     begin_export,
     finish_export,
@@ -171,7 +171,7 @@ def _merge_adapters(
         if (module := adapted_module(shard.name, lora["targets"])) is not None:
             left, right = (adapters[f"{module}.lora_{factor}.weight"] for factor in "BA")
             merged[shard.name] = merge_adapters(
-                merged[shard.name], shard, {module: (left, right)}, scale, exact_product
+                merged[shard.name], shard, {module: (left, right)}, scale
             )
     return merged
 

@@ -63,11 +63,14 @@ class ExactColumnParallelLinear(ColumnParallelLinear):
             hidden = input_
             if self.sequence_parallel:
                 hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-            rows = FixedPointRows.from_rows(self.weight)
+            rows = FixedPointRows.from_rows(_merged_weight(self))
             output = exact_matmul(hidden, rows, num_terms=hidden.size(-1)).to(input_.dtype)
             return _add_bias(self, output)
 
-        output = exact_value(lambda: ordinary_forward(input_, *args, **kwargs)[0], exact)
+        def ordinary() -> torch.Tensor:
+            return _add_adapters(self, input_, ordinary_forward(input_, *args, **kwargs)[0])
+
+        output = exact_value(ordinary, exact)
         return output, self.bias if self.skip_bias_add else None
 
 
@@ -80,20 +83,33 @@ class ExactRowParallelLinear(RowParallelLinear):
 
         def exact() -> torch.Tensor:
             group = self.tp_group if self.tp_group.size() > 1 else None
-            rows = FixedPointRows.from_rows(self.weight, group)
+            rows = FixedPointRows.from_rows(_merged_weight(self), group)
             total = exact_matmul(input_, rows, num_terms=self.input_size, group=group)
             output = total.to(input_.dtype)
             if self.sequence_parallel:
                 output = scatter_to_sequence_parallel_region(output, group=self.tp_group)
             return _add_bias(self, output)
 
-        output = exact_value(lambda: ordinary_forward(input_)[0], exact)
+        def ordinary() -> torch.Tensor:
+            return _add_adapters(self, input_, ordinary_forward(input_)[0])
+
+        output = exact_value(ordinary, exact)
         return output, self.bias if self.skip_bias_add else None
 
 
 def _add_bias(layer: Any, output: torch.Tensor) -> torch.Tensor:
     """Add the bias of a linear layer, unless it has none or returns it apart."""
     return output if layer.skip_bias_add or layer.bias is None else output + layer.bias
+
+
+def _add_adapters(layer: Any, input_: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Add the change of the adapters (`lora`), if the linear layer has any, to its output."""
+    return layer.lora(input_, output) if hasattr(layer, "lora") else output
+
+
+def _merged_weight(layer: Any) -> torch.Tensor:
+    """Return the weight that engines compute with, which is merged from adapters if there are."""
+    return layer.lora.merged(layer.weight) if hasattr(layer, "lora") else layer.weight
 
 
 def exact_silu(gate: torch.Tensor) -> torch.Tensor:

@@ -164,7 +164,6 @@ def build_transformer_config(
     dtype: torch.dtype,
     *,
     tree_attention: TreeAttention = TreeAttention.auto,
-    has_adapters: bool = False,
     exact: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> TransformerConfig:
@@ -198,7 +197,7 @@ def build_transformer_config(
         **_parallelism_options(groups, parallel, shape.num_layers),
         **_recompute_options(parallel.recompute),
         **_moe_options(shape.moe),
-        **_kernel_options(has_adapters=has_adapters),
+        **_kernel_options(),
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -255,13 +254,12 @@ def _recompute_options(recompute: Recompute) -> dict[str, Any]:
             }
 
 
-def _kernel_options(*, has_adapters: bool) -> dict[str, Any]:
+def _kernel_options() -> dict[str, Any]:
     """Select the device of initialisation and Megatron's fused kernels."""
     on_gpu = device.has_cuda()
     return {
         "use_cpu_initialization": not on_gpu,
-        # The sum of a weight and its adapters has no gradient buffer.
-        "gradient_accumulation_fusion": not has_adapters,
+        "gradient_accumulation_fusion": True,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         "masked_softmax_fusion": False,
@@ -303,7 +301,6 @@ def build_model_chunks(
     *,
     tree_attention: TreeAttention = TreeAttention.auto,
     image_processor: ImageProcessor | None = None,
-    has_adapters: bool = False,
     exact: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> list[GPTModelChunk]:
@@ -320,7 +317,6 @@ def build_model_chunks(
         parallel,
         dtype,
         tree_attention=tree_attention,
-        has_adapters=has_adapters,
         exact=exact,
         options=options,
     )
@@ -403,12 +399,10 @@ def set_grad_sync_flags(model: torch.nn.Module, shape: ModelShape, *, sequence: 
     """
     for name, parameter in model.named_parameters():
         is_expert = is_expert_param(name)
-        # A factor of an adapter that all tensor ranks hold has its whole gradient on each.
-        is_lora = is_lora_param(name)
-        is_replicated = is_tensor_replicated(shape, name) and (is_lora or not is_expert)
+        is_replicated = is_tensor_replicated(shape, name) and (is_lora_param(name) or not is_expert)
         parameter.tensor_model_parallel = not is_replicated
         parameter.allreduce = not is_expert
-        needs_sum = is_replicated and not (is_lora or name.endswith(_NO_TP_GRAD_SUM_SUFFIXES))
+        needs_sum = is_replicated and not (is_expert or name.endswith(_NO_TP_GRAD_SUM_SUFFIXES))
         parameter.sequence_parallel = sequence and needs_sum
         if is_vision_param(name) and not sequence and device.has_cuda():
             parameter.average_gradients_across_tp_domain = True

@@ -18,8 +18,6 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch.nn import functional
 
-from mega_agentrl.actor.model.lora import effective_weight
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -39,27 +37,44 @@ class GroupedExperts(SequentialMLP):
         """Map `[T, D]` tokens, `[E]` counts and `[T]` router weights to `[T, D]` outputs."""
         hidden_TD, prob_T = permuted_local_hidden_states, permuted_probs
         fc1, fc2 = (
-            [effective_weight(getattr(expert, name)) for expert in self.local_experts]
+            [getattr(expert, name) for expert in self.local_experts]
             for name in ("linear_fc1", "linear_fc2")
         )
         if not (
             len(fc1) > 1
             and len(hidden_TD)
             and supports_grouped_mm(hidden_TD.device, hidden_TD.dtype)
-            and has_aligned_rows(fc1[0])
-            and has_aligned_rows(fc2[0])
+            and all(map(has_aligned_rows, (*_operands(fc1[0]), *_operands(fc2[0]))))
         ):
             return super().forward(hidden_TD, tokens_per_expert, prob_T)
         counts_E = tokens_per_expert.to(hidden_TD.device)
         end_E = counts_E.cumsum(0, dtype=torch.int32)
-        inner_T2F = grouped_linear(hidden_TD, end_E, fc1)
+        inner_T2F = _apply_layers(hidden_TD, end_E, fc1)
         if self.config.bias_activation_fusion:
             inner_TF = weighted_bias_swiglu_impl(inner_T2F, None, prob_T[:, None])
         else:
             gate_TF, up_TF = inner_T2F.chunk(2, dim=-1)
             inner_TF = functional.silu(gate_TF) * up_TF
             inner_TF = (inner_TF * prob_T[:, None]).to(hidden_TD.dtype)
-        return grouped_linear(inner_TF, end_E, fc2), None
+        return _apply_layers(inner_TF, end_E, fc2), None
+
+
+def _operands(layer: Any) -> tuple[torch.Tensor, ...]:
+    """Return the weight of a linear layer and the factors of its adapters, if it has any."""
+    return (layer.weight, *(layer.lora.joined_factors() if hasattr(layer, "lora") else ()))
+
+
+def _apply_layers(
+    value_TK: torch.Tensor, end_E: torch.Tensor, layers: Sequence[Any]
+) -> torch.Tensor:
+    """Return the `[T, N]` output of the linear layer of each token's expert."""
+    weights, *factors = zip(*map(_operands, layers), strict=True)
+    output_TN = grouped_linear(value_TK, end_E, weights)
+    if not factors:
+        return output_TN
+    low_TR = grouped_linear(value_TK, end_E, factors[0])
+    change_TN = grouped_linear(low_TR, end_E, factors[1])
+    return torch.add(output_TN, change_TN, alpha=layers[0].lora.scale)
 
 
 def grouped_linear(

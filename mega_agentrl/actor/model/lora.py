@@ -1,37 +1,66 @@
 """Low-rank adapters of the linear layers, whose own weights are frozen.
 
-A layer with adapters computes with W + alpha / rank * B A (`reshard.adapters`). The sum is formed
-again in each pass, which costs as much as `rank` more tokens. So the adapters work in every
-parallel layout, with recomputation and grouped experts. Engines and exported folders have the same
-weights, but for a rounding in about one of 10^8 elements, and none with `exact`. Memory for
-gradients and optimizer is that of the adapters; merged weights are kept for the backward pass.
+A layer with adapters computes y = W x + s B (A x), with s = alpha / rank (arXiv 2106.09685); the
+sum W + s B A is formed where it is sent or exported (`reshard.adapters`) and, for log-probs that
+equal the engine's, by `exact_layers`. Engines round that sum to the dtype of the weights, so that
+policy and engine differ by a rounding of each weight. Memory for gradients and optimizer is that of
+the adapters.
 
-Each tensor rank sees the gradient of its own part of a weight. The gradient of a factor that all
-tensor ranks hold (`lora_layout`) is summed over them in the backward pass.
+The factors of a layer are joined, so that it has one product with all A and one with all B. A
+weight that is split over the tensor ranks has one factor that all of them hold (`lora_layout`):
+
+    column-parallel    A is held by all, and A x is exchanged as the input of the layer is: gathered
+                       under sequence parallelism, else equal on all ranks, its gradient summed
+    row-parallel       B is held by all, and A x is summed as the output of the layer is
+    experts            their inputs and outputs are exchanged outside of them, so that the gradient
+                       of the factor that all hold is summed in the backward pass
+
+Under sequence parallelism the factor that all ranks hold meets a part of the tokens on each, and
+Megatron sums its gradient after the last micro-batch (`gpt_model.set_grad_sync_flags`).
+
+Shape suffixes: I inputs, O outputs, R joined ranks of a layer's adapters.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch.nn import functional
 
 from mega_agentrl.actor import device
-from mega_agentrl.actor.model.exact_layers import exact_value
-from mega_agentrl.reshard.adapters import exact_product, fast_product, merge_adapters
+from mega_agentrl.actor.model.exact_layers import (
+    ExactColumnParallelLinear,
+    ExactRowParallelLinear,
+)
+from mega_agentrl.reshard.adapters import merge_adapters
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, is_lora_replicated, lora_shards
 from mega_agentrl.reshard.mapping.model_mapping import is_expert_param
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from mega_agentrl.actor.parallel.process_groups import ParallelGroups
     from mega_agentrl.config.sections.policy import LoraConfig
-    from mega_agentrl.reshard.adapters import Factors
     from mega_agentrl.reshard.layout import ShardLayout
+
+_EXCHANGES = {
+    (True, True): gather_from_sequence_parallel_region,
+    (True, False): copy_to_tensor_model_parallel_region,
+    (False, True): reduce_scatter_to_sequence_parallel_region,
+    (False, False): reduce_from_tensor_model_parallel_region,
+}
+"""Exchange of A x between tensor ranks, by whether the layer is column-parallel and under sequence
+parallelism."""
 
 
 class LowRankFactors(torch.nn.Module):
@@ -52,7 +81,7 @@ class LoraWeight(torch.nn.ModuleDict):
         config: Rank, scale and targets.
         dtype: Dtype of the factors.
         groups: The process groups.
-        exact: Whether to compute with the very weight that engines merge.
+        sequence: Whether the layer is under sequence parallelism.
     """
 
     def __init__(
@@ -62,7 +91,7 @@ class LoraWeight(torch.nn.ModuleDict):
         dtype: torch.dtype,
         groups: ParallelGroups,
         *,
-        exact: bool = False,
+        sequence: bool,
     ) -> None:
         adapters = lora_shards([shard], config.rank, config.targets)
         shapes = {adapter.name: adapter.shape for adapter in adapters}
@@ -78,43 +107,60 @@ class LoraWeight(torch.nn.ModuleDict):
                 for prefix in modules
             }
         )
+        self.scale = config.alpha / config.rank
+        """Factor of the products."""
         self._shard = shard
-        self._exact = exact
-        self._scale = config.alpha / config.rank
         self._modules_of_keys = tuple(modules.values())
+        self._rows_of_keys = [_rows_of(shard, module) for module in self._modules_of_keys]
         collection = groups.pg_collection
-        self._group = collection.expt_tp if is_expert_param(shard.name) else collection.tp
-        self._replicated = {
-            factor: is_lora_replicated(f"{next(iter(modules))}.{factor}") for factor in "AB"
-        }
+        self._is_expert = is_expert_param(shard.name)
+        self._group = collection.expt_tp if self._is_expert else collection.tp
+        self._is_column_parallel = is_lora_replicated(f"{next(iter(modules))}.A")
+        self._exchange = _EXCHANGES[self._is_column_parallel, sequence]
 
-    def forward(self, weight_OI: torch.Tensor) -> torch.Tensor:
-        """Return the `[out, in]` weight with the changes of the adapters."""
+    def forward(self, input_: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Return the `[..., O]` output of the layer for its input, with the adapters' change."""
+        right_RI, left_OR = self.joined_factors()
+        low = functional.linear(input_, right_RI)
+        if not self._is_expert and self._group.size() > 1:
+            low = self._exchange(low, group=self._group)
+        changed = torch.addmm(
+            output.flatten(0, -2), low.flatten(0, -2), left_OR.t(), alpha=self.scale
+        )
+        return changed.view_as(output)
 
-        def ordinary() -> torch.Tensor:
-            return self._merge(weight_OI, fast_product)
-
-        return exact_value(ordinary, lambda: self.merged(weight_OI)) if self._exact else ordinary()
+    def joined_factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `[R, I]` A and `[O, R]` B of all adapters, whose product is B A of the weight."""
+        right_RI = torch.cat([own.A for own in self.values()])
+        left_OR = right_RI.new_zeros(self._shard.shape[0], len(right_RI))
+        first = 0
+        for rows_O, own in zip(self._rows_of_keys, self.values(), strict=True):
+            left_OR[rows_O, first : first + len(own.A)] = own.B
+            first += len(own.A)
+        if not self._is_expert or self._group.size() == 1:
+            return right_RI, left_OR
+        if self._is_column_parallel:
+            return copy_to_tensor_model_parallel_region(right_RI, group=self._group), left_OR
+        return right_RI, copy_to_tensor_model_parallel_region(left_OR, group=self._group)
 
     @torch.no_grad()
     def merged(self, weight_OI: torch.Tensor) -> torch.Tensor:
         """Return the weight that the engines have, with equal bits in any layout."""
-        return self._merge(weight_OI, exact_product)
-
-    def _merge(
-        self, weight_OI: torch.Tensor, product: Callable[[Factors], torch.Tensor]
-    ) -> torch.Tensor:
         factors = {
-            module: (self._gathering("B", own.B), self._gathering("A", own.A))
+            module: (own.B, own.A)
             for module, own in zip(self._modules_of_keys, self.values(), strict=True)
         }
-        return merge_adapters(weight_OI, self._shard, factors, self._scale, product)
+        return merge_adapters(weight_OI, self._shard, factors, self.scale)
 
-    def _gathering(self, factor: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a factor whose gradient is summed over the tensor ranks if all of them hold it."""
-        if not self._replicated[factor] or self._group.size() == 1:
-            return value
-        return copy_to_tensor_model_parallel_region(value, group=self._group)
+
+def _rows_of(shard: ShardLayout, module: str) -> torch.Tensor:
+    """Return `[O]` int64 row of the weight that belongs to each of its rows of a module."""
+    blocks = [block for block in shard.blocks if block.hf_name == f"{module}.weight"]
+    rows = [
+        torch.arange(block.local_rect.start[0], block.local_rect.stop[0])
+        for block in sorted(blocks, key=lambda block: block.hf_rect.start)
+    ]
+    return torch.cat(rows).to(device.current_device())
 
 
 def attach_adapters(
@@ -123,8 +169,6 @@ def attach_adapters(
     config: LoraConfig,
     dtype: torch.dtype,
     groups: ParallelGroups,
-    *,
-    exact: bool = False,
 ) -> dict[str, LoraWeight]:
     """Give the target layers of the chunks their adapters, without values.
 
@@ -134,7 +178,6 @@ def attach_adapters(
         config: Rank, scale and targets.
         dtype: Dtype of the factors.
         groups: The process groups.
-        exact: Whether to compute with the very weights that engines merge.
 
     Returns:
         The adapters by the name of their weight in `shards`.
@@ -151,18 +194,15 @@ def attach_adapters(
         )
         path = shard.name.removeprefix(mp_rank.param_prefix(number)).removesuffix(".weight")
         layer = chunk.get_submodule(path)
-        layer.lora = adapters[shard.name] = LoraWeight(shard, config, dtype, groups, exact=exact)
-        _compute_with_adapters(layer)
+        layer.lora = adapters[shard.name] = LoraWeight(
+            shard, config, dtype, groups, sequence=layer.sequence_parallel
+        )
+        if not isinstance(layer, (ExactColumnParallelLinear, ExactRowParallelLinear)):
+            layer.forward = partial(_forward_with_adapters, layer, layer.forward)
     for chunk in chunks:
         if (embedding := getattr(chunk, "embedding", None)) is not None:
             embedding.register_forward_hook(_require_gradient)
     return adapters
-
-
-def effective_weight(layer: Any) -> torch.Tensor:
-    """Return the weight that a linear layer computes with."""
-    weight: torch.Tensor = layer.weight
-    return layer.lora(weight) if hasattr(layer, "lora") else weight
 
 
 @torch.no_grad()
@@ -200,16 +240,8 @@ def _require_gradient(_: Any, __: Any, embedded: torch.Tensor) -> None:
         embedded.requires_grad_()
 
 
-def _compute_with_adapters(layer: Any) -> None:
-    """Let a layer's forward pass use `effective_weight`."""
-    forward, own = layer.forward, layer._parameters
-
-    def forward_with_adapters(*args: Any, **kwargs: Any) -> Any:
-        weight = own["weight"]
-        own["weight"] = layer.lora(weight)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            own["weight"] = weight
-
-    layer.forward = forward_with_adapters
+def _forward_with_adapters(
+    layer: Any, forward: Any, input_: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    output, bias = forward(input_, *args, **kwargs)
+    return layer.lora(input_, output), bias

@@ -306,14 +306,7 @@ def estimate_model_state(
         for expert, index in ((False, replica), (True, expert_replica))
     )
     num_copies = 2 if item_bytes == _FLOAT32_BYTES else 3
-    optimizer = num_updated * num_copies * _FLOAT32_BYTES
-    checkpoint = _num_written_elements(adapters or parameters, layout) * item_bytes
-    if layout.distributed_optimizer:
-        checkpoint += optimizer
-    else:
-        checkpoint += _num_written_elements(trained, layout) * num_copies * _FLOAT32_BYTES
-    # With adapters also the merged weight of a layer.
-    largest = max(parameter.numel for parameter in parameters) * (2 if adapters else 1)
+    largest = max(parameter.numel for parameter in trained)
     return ModelState(
         num_parameters=sum(parameter.numel for parameter in (*parameters, *adapters)),
         largest_parameter=largest * item_bytes,
