@@ -2,8 +2,8 @@
 
 The forward pass ends at the hidden states after the final norm: log-probs are computed by
 `vocab.vocab_parallel` without full logits, values by a scalar head. Under sequence parallelism
-the last chunk gathers all tokens, because both heads need them; the gradient of the hidden
-states is complete on every tensor rank, so the backward pass only splits it. The first chunk of a
+the last chunk gathers all tokens, because both heads need them; each tensor rank's gradient of
+its own tokens' hidden states is complete, so the backward pass only splits it. The first chunk of a
 vision-language model has the vision tower (`vision_tower`). Weights are uninitialised until a
 checkpoint is loaded.
 
@@ -216,6 +216,17 @@ def build_transformer_config(
         tree_attention, device.current_device(), dtype, shape.head_dim
     )
     return config
+
+
+def _option_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the user's options, with members in place of the names of enumerations' members."""
+    # Packed micro-batches differ in length; Megatron then refuses its default dispatcher, even
+    # without experts.
+    values = {"moe_token_dispatcher_type": "alltoall", **options}
+    for field in fields(TransformerConfig):
+        if isinstance(field.type, EnumType) and isinstance(values.get(field.name), str):
+            values[field.name] = field.type[values[field.name]]
+    return values
 
 
 def _parallelism_options(

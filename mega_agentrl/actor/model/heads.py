@@ -45,7 +45,12 @@ class LogProbHead:
         """Return `[R, T]` float32 log-probs and entropies (nats)."""
         hidden_ND = hidden_S1D.squeeze(1).index_select(0, micro.predict_N)
         logp_N, entropy_N = logp_and_entropy(
-            hidden_ND, model.output_weight(), micro.target_N, self.temperature, self.vocab_shard
+            hidden_ND,
+            model.output_weight(),
+            micro.target_N,
+            self.temperature,
+            self.vocab_shard,
+            micro.predicted_of_ranks,
         )
         width = self.num_positions
         return micro.to_rows(logp_N, width), micro.to_rows(entropy_N, width)

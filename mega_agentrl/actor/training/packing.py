@@ -107,7 +107,8 @@ class MicroBatch:
     branches: tuple[Branch, ...]
     """The branches of all trees, in order; they cover the W packed tokens."""
     predict_N: torch.Tensor
-    """`[N]` index in `token_S` of the parent of each evaluated token, which predicts it."""
+    """`[N]` index in `token_S` of the parent of each evaluated token, which predicts it; never
+    descending."""
     target_N: torch.Tensor
     """`[N]` the evaluated tokens."""
     predicted_K: torch.Tensor
@@ -116,6 +117,9 @@ class MicroBatch:
     """`[K]` index in `rows` of the row of each pair."""
     column_K: torch.Tensor
     """`[K]` response position of the token in that row."""
+    predicted_of_ranks: tuple[int, ...]
+    """Number of evaluated tokens whose parents each tensor rank holds under sequence parallelism,
+    in order; one number without it."""
     context_rank: int = 0
     """The context rank that holds these tokens; each token is held by one rank."""
     context_size: int = 1
@@ -176,7 +180,7 @@ def pack_rows(
             only.
         select_M: `[M]` bool, which response tokens of all of `rows` to evaluate.
         device: Device of the tensors.
-        multiple: S is padded to a multiple of this (the tensor size under sequence parallelism).
+        multiple: Number of tensor ranks that split the tokens; S is padded to a multiple of it.
         context_rank: The rank whose tokens are returned.
         context_size: Number of context ranks.
         has_images: Whether the model sees images, so that its tokens have three positions.
@@ -194,23 +198,23 @@ def pack_rows(
     )
     packed_index_S = rank_token_indices(inputs.start_G, context_rank, context_size).numpy()
     row_K, column_K = selected_tokens(rows, indices, select_M)
-    prompt_R = rows.prompt_length_R[list(indices)]
-    # A target is identified by its owner, the first row that contains it, and its position there.
-    position_K = prompt_R[row_K] + column_K
+    position_K = rows.prompt_length_R[list(indices)][row_K] + column_K
     owners = _owning_rows(
         shared_between(rows.shared_length_R, indices), [len(tokens_S) for tokens_S in sequences]
     )
     owner_K = _take_at(owners, row_K, position_K)
     local_index_W = np.full(len(inputs.token_W), -1)
     local_index_W[packed_index_S] = np.arange(len(packed_index_S))
-    parent_K = _take_at(inputs.packed_index_R, owner_K, position_K - 1)
-    is_local_K = local_index_W[parent_K] >= 0
-    row_K, column_K, parent_K = row_K[is_local_K], column_K[is_local_K], parent_K[is_local_K]
-    owner_K, position_K = owner_K[is_local_K], position_K[is_local_K]
-    width = max((len(tokens_S) for tokens_S in sequences), default=1)
-    _, first_N, predicted_K = np.unique(
-        owner_K * width + position_K, return_index=True, return_inverse=True
+    parent_K = local_index_W[_take_at(inputs.packed_index_R, owner_K, position_K - 1)]
+    row_K, column_K, owner_K, position_K, parent_K = (
+        values_K[parent_K >= 0] for values_K in (row_K, column_K, owner_K, position_K, parent_K)
     )
+    # A target is identified by its parent, and by its owner, the first row that contains it.
+    _, first_N, predicted_K = np.unique(
+        parent_K * len(sequences) + owner_K, return_index=True, return_inverse=True
+    )
+    predict_N = parent_K[first_N]
+    rank_N = predict_N // (len(packed_index_S) // multiple)
 
     def tensor(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int64)).to(device)
@@ -222,11 +226,12 @@ def pack_rows(
         position_S=tensor(inputs.position_W[packed_index_S]),
         start_G=inputs.start_G,
         branches=inputs.branches,
-        predict_N=tensor(local_index_W[parent_K[first_N]]),
+        predict_N=tensor(predict_N),
         target_N=tensor(_take_at(sequences, owner_K[first_N], position_K[first_N])),
         predicted_K=tensor(predicted_K),
         row_K=tensor(row_K),
         column_K=tensor(column_K),
+        predicted_of_ranks=tuple(np.bincount(rank_N, minlength=multiple).tolist()),
         context_rank=context_rank,
         context_size=context_size,
         rotary_position_3S=None if rotary_3W is None else tensor(rotary_3W[:, packed_index_S]),

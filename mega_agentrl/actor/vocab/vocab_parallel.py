@@ -4,7 +4,9 @@ The output layer and its softmax are one differentiable function that never mate
 `[N, V/tp]` tensor. Tokens are processed in chunks whose size follows from a bound on scratch
 bytes. For each chunk a rank keeps four numbers per token (`vocab.partial_softmax` has the
 maths), and one all-gather per chunk combines them while the next chunk is computed. The backward
-pass recomputes the logits.
+pass recomputes the logits and sums the gradient of the hidden states over the ranks: with an
+all-reduce, or with a reduce-scatter under sequence parallelism, where each rank needs the rows of
+its own tokens.
 
 There are two kernels with one interface, `torch_kernel` (CPUs, float64) and `triton_kernel`
 (GPUs): `chunk_tokens`, `local_stats` and `gradients` over the rows of one rank. `exact_kernel`
@@ -47,6 +49,7 @@ from mega_agentrl.numerics import elementary
 from mega_agentrl.numerics.exact_sums import FixedPointRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import ModuleType
 
 IGNORED_TARGET = -100
@@ -83,6 +86,7 @@ def logp_and_entropy(
     target_N: torch.Tensor,
     temperature: float,
     shard: VocabShard,
+    rows_of_ranks: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the log-prob of each target and the entropy of its distribution, with gradients.
 
@@ -90,12 +94,16 @@ def logp_and_entropy(
 
     Args:
         hidden_ND: `[N, D]` hidden states, equal on all tensor ranks (the caller gathers them
-            under sequence parallelism). Their gradient is summed over the ranks.
+            under sequence parallelism). Their gradient is summed over the ranks, but see
+            `rows_of_ranks`.
         weight_VD: `[V/tp, D]` local rows, in the same dtype.
         target_N: `[N]` int64 global token ids, or `IGNORED_TARGET`.
         temperature: Divisor of the logits. The exact kernel rounds it to float32, in which engines
             have it.
         shard: The rows of `weight_VD` in the whole vocabulary, and their process group.
+        rows_of_ranks: How many of the hidden states belong to tokens of each tensor rank, in order,
+            under sequence parallelism. A rank then gets the gradient of its own and 0 for all
+            others; with one number or none it gets all.
 
     Returns:
         `[N]` log-probs and `[N]` entropies in nats, in the compute dtype, equal on all tensor
@@ -109,7 +117,9 @@ def logp_and_entropy(
     _check_inputs(hidden_ND, weight_VD, target_N, temperature, shard)
     if shard.kernel is VocabKernel.exact:
         temperature = torch.tensor(temperature, dtype=torch.float32).item()
-    return _LogpEntropy.apply(hidden_ND, weight_VD, target_N, temperature, shard)
+    return _LogpEntropy.apply(
+        hidden_ND, weight_VD, target_N, temperature, shard, tuple(rows_of_ranks)
+    )
 
 
 class _LogpEntropy(torch.autograd.Function):
@@ -121,6 +131,7 @@ class _LogpEntropy(torch.autograd.Function):
         target_N: torch.Tensor,
         temperature: float,
         shard: VocabShard,
+        rows_of_ranks: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         stats_4N = _global_stats(hidden_ND, weight_VD, target_N, temperature, shard)
         valid_N = target_N != IGNORED_TARGET
@@ -138,6 +149,7 @@ class _LogpEntropy(torch.autograd.Function):
             valid_N,
         )
         ctx.temperature, ctx.vocab_shard = temperature, shard
+        ctx.rows_of_ranks = rows_of_ranks
         ctx.set_materialize_grads(False)
         dtype = compute_dtype(hidden_ND.dtype)
         return logp_N.to(dtype), entropy_N.to(dtype)
@@ -174,9 +186,23 @@ class _LogpEntropy(torch.autograd.Function):
             )
         if grad_hidden_ND is not None:
             if _num_ranks(shard) > 1 and len(target_N):
-                dist.all_reduce(grad_hidden_ND, group=shard.group)
+                _sum_over_ranks(grad_hidden_ND, shard.group, ctx.rows_of_ranks)
             grad_hidden_ND = grad_hidden_ND.to(hidden_ND.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None
+
+
+def _sum_over_ranks(
+    grad_ND: torch.Tensor, group: dist.ProcessGroup, rows_of_ranks: tuple[int, ...]
+) -> None:
+    """Sum a gradient in place, or with several ranks' rows this rank's, and set all others to 0."""
+    if len(rows_of_ranks) <= 1:
+        dist.all_reduce(grad_ND, group=group)
+        return
+    parts = grad_ND.split(rows_of_ranks)
+    own_ND = torch.empty_like(parts[group.rank()])
+    dist.reduce_scatter(own_ND, list(parts), group=group)
+    grad_ND.zero_()
+    parts[group.rank()].copy_(own_ND)
 
 
 def _check_inputs(

@@ -37,14 +37,15 @@ def test_a_fork_is_packed_behind_its_parent_without_the_shared_tokens():
     assert micro.start_G == (0, 5)
     assert [branch.path for branch in micro.branches] == [(), ((0, 3),)]
     # The first response token of both rows at once; the fork's parent predicts both branches.
-    assert micro.predict_N.tolist() == [1, 2, 3, 2, 4]
-    assert micro.target_N.tolist() == [*response[0], *response[1][1:]]
+    assert micro.predict_N.tolist() == [1, 2, 2, 3, 4]
+    first, second, third = response[0]
+    assert micro.target_N.tolist() == [first, second, response[1][1], third, response[1][2]]
     value_N = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
     value_RT = micro.to_rows(value_N, 3)
-    assert value_RT.tolist() == [[1, 2, 3], [1, 4, 5]]
+    assert value_RT.tolist() == [[1, 2, 4], [1, 3, 5]]
     (value_RT * torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])).sum().backward()
     # The shared token has the sum of the gradients of its rows.
-    assert value_N.grad.tolist() == [11, 2, 3, 20, 30]
+    assert value_N.grad.tolist() == [11, 2, 20, 3, 30]
 
 
 @given(drawn=tree_shapes(), data=st.data(), size=st.integers(1, 3), multiple=st.integers(1, 3))
@@ -83,6 +84,11 @@ def test_each_token_is_packed_once_with_its_path(drawn, data, size, multiple):
     assert torch.equal(got_RT, expected_RT[chosen])
     for shard in shards:
         assert len(shard.target_N) == len(shard.predicted_K.unique())
+        # Each tensor rank's parents are among its part of the tokens, and follow those before.
+        part = len(shard.token_S) // multiple
+        holders = [int(parent) // part for parent in shard.predict_N]
+        assert holders == sorted(holders)
+        assert [holders.count(rank) for rank in range(multiple)] == list(shard.predicted_of_ranks)
         places = zip(shard.predicted_K, shard.row_K, shard.column_K, strict=True)
         for number, row, column in places:
             before = shard.token_S[shard.predict_N[number]]

@@ -74,7 +74,18 @@ def exact(logits_NV, target_N):
     return torch.where(kept_N, logp_N, 0.0), torch.where(kept_N, entropy_N, 0.0)
 
 
-def run(place, hidden_ND, weight_VD, target_N, grads_2N, *, temperature=1.0, wanted=3, **fields):
+def run(
+    place,
+    hidden_ND,
+    weight_VD,
+    target_N,
+    grads_2N,
+    *,
+    temperature=1.0,
+    wanted=3,
+    rows_of_ranks=(),
+    **fields,
+):
     """Return outputs and gradients of the hidden states and of this rank's rows, on the CPU.
 
     wanted: 1 the gradient of log-prob, 2 of entropy, 3 of both.
@@ -82,7 +93,8 @@ def run(place, hidden_ND, weight_VD, target_N, grads_2N, *, temperature=1.0, wan
     hidden = hidden_ND.clone().to(place.device).requires_grad_()
     weight = place.local(weight_VD).requires_grad_()
     shard = place.vocab_shard(len(weight_VD), **fields)
-    outputs = logp_and_entropy(hidden, weight, target_N.to(place.device), temperature, shard)
+    target_N = target_N.to(place.device)
+    outputs = logp_and_entropy(hidden, weight, target_N, temperature, shard, rows_of_ranks)
     pairs = [(outputs[i], grads_2N[i].to(outputs[i])) for i in (0, 1) if wanted & (1 << i)]
     torch.autograd.backward(*zip(*pairs, strict=True))
     return [value.detach().cpu() for value in (*outputs, hidden.grad, weight.grad)]

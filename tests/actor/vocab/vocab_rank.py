@@ -39,7 +39,28 @@ def check_exchanges(place: Place) -> None:
     close(hidden_grad_ND, reference(*values)[2], 5e-6)
 
 
-RANK_CHECKS = {check.__name__: check for check in (*CHECKS, check_exchanges)}
+def check_reduce_scatter(place: Place) -> None:
+    """Ranks that hold some of the tokens get the bits of the all-reduce for these, 0 for others."""
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden_ND, *values = given(40, VOCAB, 24, dtype)
+        whole_ND = run(place, hidden_ND, *values, scratch_bytes=SCRATCH_BYTES)[2]
+        for first in (13, 20, 0):
+            rows_of_ranks = (first, 40 - first)
+            with patch.object(dist, "all_reduce", side_effect=AssertionError("all-reduce")):
+                got_ND = run(
+                    place,
+                    hidden_ND,
+                    *values,
+                    scratch_bytes=SCRATCH_BYTES,
+                    rows_of_ranks=rows_of_ranks,
+                )[2]
+            own = slice(0, first) if place.rank == 0 else slice(first, 40)
+            expected_ND = torch.zeros_like(whole_ND)
+            expected_ND[own] = whole_ND[own]
+            assert torch.equal(got_ND, expected_ND), (dtype, first)
+
+
+RANK_CHECKS = {check.__name__: check for check in (*CHECKS, check_exchanges, check_reduce_scatter)}
 
 
 def run_checks(rank_info, kernel, names):
