@@ -1,12 +1,12 @@
 """Estimates the memory of an engine rank and the number of tokens that its KV cache holds.
 
 vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, the largest forward
-pass (which vLLM profiles) and the runtime; the KV cache gets the rest. vLLM's profiling misses the
-CUDA graphs, the entropy tap's copies of the logits (`generator.entropy_tap`), the buckets of the
-weight transfer, and the open modules of an update, those whose weights have arrived in part. This
-memory is outside the fraction. Weights arrive layer by layer (`planner.transfer_groups`), so that
-the open modules are at most the largest layer, a larger tensor outside of the layers, or the
-contents of one bucket.
+pass and the CUDA graphs, both of which it profiles, and the runtime; the KV cache gets the rest.
+vLLM's profiling misses the entropy tap's copies of the logits (`generator.entropy_tap`), the
+buckets of the weight transfer, and the open modules of an update, those whose weights have arrived
+in part. This memory is outside the fraction. Weights arrive layer by layer
+(`planner.transfer_groups`), so that the open modules are at most the largest layer, a larger tensor
+outside of the layers, or the contents of one bucket.
 
 With `cluster.colocated` the policy keeps some memory allocated while the engine is awake, and the
 engine keeps some while it sleeps (`sleeping_bytes`).
@@ -87,7 +87,7 @@ class EngineMemory:
     @property
     def outside_vllm_bytes(self) -> int:
         """Bytes that vLLM's share does not include."""
-        return self.entropy_tap + self.transfer + self.cuda_graphs
+        return self.entropy_tap + self.transfer
 
     @property
     def sleeping_bytes(self) -> int:
@@ -127,7 +127,8 @@ def estimate_engine_memory(
         bucket = min(bucket, received_bytes)
         runtime = CPU_LIBRARIES_BYTES + CPU_KERNEL_BYTES
     encoder_cache = _num_cached_feature_elements(config, shape) * item_bytes
-    used_bytes = weights + activations + logits + encoder_cache + runtime
+    cuda_graphs = _CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0
+    used_bytes = weights + activations + logits + encoder_cache + runtime + cuda_graphs
     if device.memory_gib is None:
         share = float(engine.cpu_kv_cache_gib * GIB + used_bytes)
     else:
@@ -145,7 +146,7 @@ def estimate_engine_memory(
         kv_cache=round(share) - used_bytes,
         entropy_tap=3 * num_logits * _FLOAT_BYTES,
         transfer=buckets + open_modules,
-        cuda_graphs=_CUDA_GRAPH_BYTES if device.is_gpu and not engine.enforce_eager else 0,
+        cuda_graphs=cuda_graphs,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item_bytes,
         vllm_share=share,
         colocated_policy=device.policy_runtime_bytes + buckets if shares_gpu else 0,
