@@ -178,7 +178,6 @@ class Engine:
         gc.collect()
         gc.freeze()
         await self.call_workers("finish_startup")
-        await self.call_workers("tap_install")
         if self._moe is not None:
             await self.call_workers("routes_install")
         await self.call_workers("weights_install_guard")

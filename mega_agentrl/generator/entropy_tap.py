@@ -17,6 +17,9 @@ rank:
 The measurements are thus copied from the device with the sampled tokens and follow them through the
 scheduler, even if a request is preempted, aborted or held. The workers store nothing, and no call
 has to fetch measurements from them, which would interrupt vLLM's asynchronous scheduling.
+
+On GPUs one kernel reads the logits once (`entropy_kernel`). Where vLLM samples a part of the batch
+on each tensor rank, the rank measures its part, and vLLM gathers the values with its log-probs.
 """
 
 from __future__ import annotations
@@ -95,12 +98,19 @@ def attach_measurements(tensors: LogprobsTensors, measurements: Measurements) ->
         tensors: vLLM's log-probs: `[R, 1 + K]` ids, of which the first is the sampled token.
         measurements: Measurements of the same rows.
     """
-    ids = tensors.logprob_token_ids  # may share its memory with the sampled ids
-    logp_R = measurements.logp_RV.gather(1, ids[:, :1].long()).squeeze(1)
+    sampled_R1 = tensors.logprob_token_ids[:, :1].long()
+    logp_R = measurements.logp_RV.gather(1, sampled_R1).squeeze(1)
     # Rounding may leave an entropy of 0 slightly below it.
     negative_R = torch.copysign(measurements.entropy_R.clamp_min(0.0), -1.0)
     bits_R = torch.stack([logp_R, negative_R], dim=-1).view(torch.int64).squeeze(-1)
-    ids = torch.cat([measurements.argmax_R[:, None].to(ids.dtype), ids[:, 1:]], dim=1)
+    return _replace_ids_and_ranks(tensors, measurements.argmax_R, bits_R)
+
+
+def _replace_ids_and_ranks(
+    tensors: LogprobsTensors, argmax_R: torch.Tensor, bits_R: torch.Tensor
+) -> LogprobsTensors:
+    ids = tensors.logprob_token_ids  # not changed in place: may be the memory of the sampled ids
+    ids = torch.cat([argmax_R[:, None].to(ids.dtype), ids[:, 1:]], dim=1)
     return tensors._replace(logprob_token_ids=ids, selected_token_ranks=bits_R)
 
 
@@ -131,28 +141,32 @@ def read_measurements(logprobs: FlatLogprobs | None) -> TapRecord:
 def tap_sampler(sampler: Any, *, exact: bool = False) -> TappedSamplerV1 | TappedSamplerV2:
     """Return a tapped sampler to replace `sampler` in either of vLLM's two model runners.
 
-    With `exact` it measures with `numerics`.
+    With `exact` that of a CPU measures with `numerics`.
     """
-    tapped = TappedSamplerV1 if isinstance(sampler, SamplerV1) else TappedSamplerV2
-    return tapped(sampler, exact)
+    if isinstance(sampler, SamplerV1):
+        return TappedSamplerV1(sampler, exact)
+    return TappedSamplerV2(sampler)
 
 
 class _TappedSampler:
-    """Wraps a sampler of vLLM, which provides all attributes that a subclass does not define.
+    """Wraps a sampler of vLLM, which provides all attributes that a subclass does not define."""
 
-    Subclasses measure logits before they sample, because a sampler may change logits in place.
-    """
-
-    def __init__(self, sampler: Any, exact: bool) -> None:
+    def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._exact = exact
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._sampler, name)
 
 
 class TappedSamplerV1(_TappedSampler):
-    """The sampler of the V1 model runner, which is used on CPUs."""
+    """The sampler of the V1 model runner, which is used on CPUs.
+
+    It measures logits before it samples, because the sampler changes them in place.
+    """
+
+    def __init__(self, sampler: SamplerV1, exact: bool) -> None:
+        super().__init__(sampler)
+        self._exact = exact
 
     def __call__(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, **options: Any
@@ -173,19 +187,23 @@ class TappedSamplerV1(_TappedSampler):
 class TappedSamplerV2(_TappedSampler):
     """The sampler of the V2 model runner, which is used on GPUs. It never waits for the device.
 
-    Speculative decoding, which samples elsewhere, is not supported.
+    It measures logits after it has sampled: the sampler changes a copy of them, because it computes
+    its own log-probs from the raw ones. Speculative decoding, which samples elsewhere, is not
+    supported.
     """
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> Any:
         """Sample `[R, V]` logits; row i belongs to request slot `expanded_idx_mapping[i]`."""
-        slots = input_batch.idx_mapping_np
-        measurements = None
-        if self._sampler.get_logprobs_dims(slots) is not None:
-            temperatures, temperature_R = self._sampler.sampling_states.temperature, None
-            if not np.isin(temperatures.np[slots], (0.0, 1.0)).all():
-                temperature_R = temperatures.gpu[input_batch.expanded_idx_mapping]
-            measurements = measure_logits(logits.float(), temperature_R, exact=self._exact)
         output = self._sampler(logits, input_batch)
-        if measurements is not None:
-            output.logprobs_tensors = attach_measurements(output.logprobs_tensors, measurements)
+        if (tensors := output.logprobs_tensors) is not None:
+            # Imported here because it needs Triton.
+            from mega_agentrl.generator.entropy_kernel import measure_sampled
+
+            bits_R, argmax_R = measure_sampled(
+                logits,
+                tensors.logprob_token_ids[:, 0],
+                self._sampler.sampling_states.temperature.gpu,
+                input_batch.expanded_idx_mapping,
+            )
+            output.logprobs_tensors = _replace_ids_and_ranks(tensors, argmax_R, bits_R)
         return output

@@ -32,18 +32,24 @@ class WorkerExtension:
     """Mixin of the vLLM worker; method names carry a prefix to avoid collisions."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Create the worker; on a CPU, start measuring its memory.
+        """Create a worker whose sampler is tapped as soon as the model is loaded.
 
-        At this point, for which vLLM has no hook, libraries are loaded but the model is not.
+        So vLLM profiles its memory and warms its kernels up with the tap. On a CPU this also starts
+        measuring the worker's memory: at this point, for which vLLM has no hook, libraries are
+        loaded but the model is not.
         """
         if current_platform.is_cpu():
             PROCESS_MEMORY.start()
-        return super().__new__(cls)
+        worker: Any = super().__new__(cls)
+        load_model = worker.load_model
 
-    def tap_install(self) -> None:
-        """Make the sampler measure log-probs and entropies; called once after the start."""
-        exact = bool(os.environ.get(EXACT_MODEL_VARIABLE))
-        self.model_runner.sampler = tap_sampler(self.model_runner.sampler, exact=exact)
+        def load_model_and_tap(*args: Any, **kwargs: Any) -> None:
+            load_model(*args, **kwargs)
+            exact = bool(os.environ.get(EXACT_MODEL_VARIABLE))
+            worker.model_runner.sampler = tap_sampler(worker.model_runner.sampler, exact=exact)
+
+        worker.load_model = load_model_and_tap
+        return worker
 
     def routes_install(self) -> None:
         """Make the model runner return the experts of each token; called once after the start."""

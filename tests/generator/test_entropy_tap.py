@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from types import SimpleNamespace
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +32,9 @@ from mega_agentrl.generator.entropy_tap import (
     tap_sampler,
 )
 from mega_agentrl.numerics.exact_sums import FixedPointRows, exact_matmul
+from tests.generator.tap_cases import CHECKS, V2Sampler, step_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_two_equal_tokens_have_entropy_log_2_at_any_temperature():
@@ -118,49 +123,57 @@ def test_a_rank_is_not_taken_for_a_measurement():
         read_measurements(flat)
 
 
-@dataclass
-class V2Sampler:
-    """Samples token 0 as vLLM's sampler on GPUs does, which it is not possible to run on a CPU."""
-
-    temperatures: list[float]
-    has_logprobs: bool = True
-
-    def __post_init__(self):
-        by_slot = torch.tensor(self.temperatures)
-        temperature = SimpleNamespace(np=by_slot.numpy(), gpu=by_slot)
-        self.sampling_states = SimpleNamespace(temperature=temperature)
-
-    def get_logprobs_dims(self, slots):
-        return (0, 0) if self.has_logprobs else None
-
-    def __call__(self, logits, input_batch):
-        logits /= 9.0  # samplers work in place
-        sampled = torch.zeros(len(logits), dtype=torch.int64)
-        tensors = LogprobsTensors(sampled[:, None], torch.zeros(len(logits), 1), sampled + 1)
-        return SimpleNamespace(
-            sampled_token_ids=sampled[:, None],
-            logprobs_tensors=tensors if self.has_logprobs else None,
-        )
-
-
-def batch(slots):
-    return SimpleNamespace(idx_mapping_np=np.array(slots), expanded_idx_mapping=torch.tensor(slots))
-
-
-@pytest.mark.parametrize("slots", [[2, 0], [1, 2]], ids=["unit-and-greedy", "another-temperature"])
-def test_rows_of_v2_are_measured_at_the_temperature_of_their_slot(slots):
-    sampler = tap_sampler(V2Sampler([1.0, 0.5, 0.0]))
-    logits = torch.tensor([[3.0, 3.0], [0.0, math.log(3.0)]])
-    output = sampler(logits, batch(slots))
-    got = read_measurements(as_returned(output.logprobs_tensors))
-    expected = [math.log(2), -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
-    assert got.entropies == pytest.approx(expected)
-    assert got.logps == pytest.approx([math.log(0.5), math.log(0.25)])
-    assert got.argmax_ids[1] == 1
-    assert output.sampled_token_ids.tolist() == [[0], [0]]
-
-
 def test_requests_without_log_probs_are_sampled_as_without_the_tap():
     sampler = tap_sampler(V2Sampler([1.0], has_logprobs=False))
-    assert sampler(torch.zeros(1, 2), batch([0])).logprobs_tensors is None
+    assert sampler(torch.zeros(1, 2), step_of([0])).logprobs_tensors is None
     assert sampler.temperatures == [1.0]
+
+
+@pytest.mark.extended
+def test_the_kernel_passes_its_checks_in_tritons_interpreter():
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/generator/tap_cases.py")]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    passed = [line for line in done.stdout.split("\n") if line.endswith(" passed")]
+    assert passed == [f"{check.__name__} passed" for check in CHECKS]
+
+
+def test_the_kernel_compiles_for_hopper_with_wide_loads(monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mega_agentrl.generator import entropy_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernel = entropy_kernel._measure_kernel
+    types = {
+        "row_stride": "i32",
+        "sampled_stride": "i32",
+        "num_tokens": "i32",
+        "sampled_ptr": "*i64",
+        "slot_ptr": "*i32",
+        "bits_ptr": "*i64",
+        "argmax_ptr": "*i64",
+        "BLOCK": "constexpr",
+    }
+    even = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name in ("logits_ptr", "row_stride", "num_tokens")
+    }
+    compiled = triton.compile(
+        ASTSource(
+            kernel,
+            {name: types.get(name, "*fp32") for name in kernel.arg_names},
+            constexprs={"BLOCK": entropy_kernel.BLOCK},
+            attrs=even,
+        ),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": entropy_kernel.NUM_WARPS},
+    )
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]

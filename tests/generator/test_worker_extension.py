@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from mega_agentrl.generator import worker_extension
+from mega_agentrl.generator.entropy_tap import TappedSamplerV2
 from mega_agentrl.generator.worker_extension import WorkerExtension
 
 
@@ -18,6 +19,18 @@ class Worker(WorkerExtension):
     def __init__(self, rank, size):
         self.rank = rank
         self.parallel_config = SimpleNamespace(tensor_parallel_size=size)
+
+    def load_model(self, *, load_dummy_weights):
+        assert load_dummy_weights
+        self.model_runner = SimpleNamespace(sampler=SimpleNamespace(vocab_size=9))
+
+
+def test_the_sampler_is_tapped_when_the_model_is_loaded():
+    """Before vLLM profiles memory and warms kernels up, for which it calls the sampler."""
+    worker = Worker(rank=0, size=1)
+    worker.load_model(load_dummy_weights=True)
+    assert isinstance(worker.model_runner.sampler, TappedSamplerV2)
+    assert worker.model_runner.sampler.vocab_size == 9
 
 
 def test_a_worker_on_a_cpu_reports_the_memory_of_its_process(monkeypatch):

@@ -28,6 +28,7 @@ from mega_agentrl.reshard.verify.digest_verifier import (
 )
 from mega_agentrl.types.records import GenerateRequest
 from tests.generator.engine_host import EngineHost
+from tests.generator.tap_cases import CHECKS
 from tests.generator.tiny_model import write_model
 from tests.gpu import transfer_jobs
 from tests.gpu.gpus import needs_gpus
@@ -48,6 +49,11 @@ def folders(tmp_path_factory):
     """Return two models that are sharp enough for entropies to differ between tokens."""
     root = tmp_path_factory.mktemp("models")
     return [write_model(root / str(seed), seed=seed, scale=8.0) for seed in range(2)]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_kernel_passes_its_checks(check):
+    check("cuda")
 
 
 @dataclass

@@ -2,11 +2,11 @@
 
 vLLM takes the fraction `engine.gpu_memory_utilization` of a GPU for weights, the largest forward
 pass and the CUDA graphs, both of which it profiles, and the runtime; the KV cache gets the rest.
-vLLM's profiling misses the entropy tap's copies of the logits (`generator.entropy_tap`), the
-buckets of the weight transfer, and the open modules of an update, those whose weights have arrived
-in part. This memory is outside the fraction. Weights arrive layer by layer
-(`planner.transfer_groups`), so that the open modules are at most the largest layer, a larger tensor
-outside of the layers, or the contents of one bucket.
+vLLM's profiling misses the buckets of the weight transfer, and the open modules of an update, those
+whose weights have arrived in part. This memory is outside the fraction; on a CPU so are the entropy
+tap's copies of the logits (`generator.entropy_tap`), which has none on a GPU. Weights arrive layer
+by layer (`planner.transfer_groups`), so that the open modules are at most the largest layer, a
+larger tensor outside of the layers, or the contents of one bucket.
 
 With `cluster.colocated` the policy keeps some memory allocated while the engine is awake, and the
 engine keeps some while it sleeps (`sleeping_bytes`).
@@ -65,7 +65,7 @@ class EngineMemory:
     kv_cache: int
     """Bytes of the KV cache; negative if the rest of vLLM's share does not fit."""
     entropy_tap: int
-    """Bytes of the entropy tap's copies of the logits."""
+    """Bytes of the entropy tap's copies of the logits, on a CPU."""
     transfer: int
     """Bytes of the weight transfer: two buckets and the open modules."""
     cuda_graphs: int
@@ -144,7 +144,7 @@ def estimate_engine_memory(
         runtime=runtime,
         encoder_cache=encoder_cache,
         kv_cache=round(share) - used_bytes,
-        entropy_tap=3 * num_logits * _FLOAT_BYTES,
+        entropy_tap=0 if device.is_gpu else 3 * num_logits * _FLOAT_BYTES,
         transfer=buckets + open_modules,
         cuda_graphs=cuda_graphs,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item_bytes,
