@@ -116,9 +116,9 @@ def measure_s[ResultT](function: Callable[..., ResultT], *arguments: Any) -> tup
 
 def check_shard(batch: TrainBatch, update: Any, scored: Any) -> None:
     """Raise `RuntimeError` if a data rank does not have the rows of the batch."""
-    rows, cpu = update.gather_rows(scored), torch.device("cpu")
+    rows = update.gather_rows(scored)
     sequences = rows.sequences(range(rows.num_rows))
-    logp_RT = update.targets.padded("old_logp", range(rows.num_rows), cpu)
+    logp_RT = update.targets.padded("old_logp", range(rows.num_rows))
     for index, row in enumerate(rows.row_R.tolist()):
         length = int(batch.length_B[row])
         tokens = [*batch.prompt_ids[row], *batch.response_BT[row, :length].tolist()]

@@ -10,15 +10,16 @@ Arguments and results are plain values or numpy arrays, so that a remote call ca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.actor.device import from_host
 from mega_agentrl.actor.megatron_model import MegatronModel, RankInfo, TrainableRank
 from mega_agentrl.actor.model.heads import ScalarHead
-from mega_agentrl.actor.training.objectives import require_targets
+from mega_agentrl.actor.training.objectives import require_targets, trajectory_lengths
 from mega_agentrl.actor.training.step_result import summarize_steps
+from mega_agentrl.algo.masking import masked_sum
 from mega_agentrl.algo.policy_loss import aggregate
 from mega_agentrl.algo.value_loss import clipped_value_loss
 from mega_agentrl.batch.packed_rows import CRITIC_TARGETS
@@ -63,7 +64,10 @@ class ValueObjective:
         self, micro: MicroBatch, value_RT: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` values."""
-        pad = partial(self.targets.padded, indices=micro.rows, device=value_RT.device)
+
+        def pad(name: str) -> torch.Tensor:
+            return from_host(self.targets.padded(name, micro.rows), value_RT.device)
+
         # A context rank has values only for the tokens that it predicts.
         predicted_RT = micro.predicted_mask(value_RT.size(1))
         return_RT = pad("return")
@@ -75,7 +79,7 @@ class ValueObjective:
             pad("mask"),
             self.aggregation,
             denominator=self.denominator,
-            num_tokens_B=self.targets.num_tokens(micro.rows, value_RT.device),
+            num_tokens_B=trajectory_lengths(self.targets, micro, value_RT.device),
         )
         num_tokens = predicted_RT.sum().float()
         return loss, {
@@ -84,7 +88,7 @@ class ValueObjective:
             "value_loss": loss_RT.detach().sum(),
             "value_clipfrac": info["value_clipfrac"] * num_tokens,
             "value": value_RT.detach().sum(),
-            "return": return_RT[predicted_RT].sum(),
+            "return": masked_sum(return_RT, predicted_RT),
         }
 
 

@@ -110,6 +110,17 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
+def from_host(value: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device, to which it is copied without waiting for the device.
+
+    A copy from memory that is not pinned would wait until a GPU has done all work before it, and
+    leave the GPU idle until more is launched.
+    """
+    if target.type != "cuda":
+        return value.to(target)
+    return value.pin_memory().to(target, non_blocking=True)
+
+
 def resolve_train_dtype(choice: Dtype) -> torch.dtype:
     """Return the dtype of the model weights; master weights and gradients are float32."""
     dtype: torch.dtype = getattr(torch, choice.resolve(on_gpu=has_cuda()))

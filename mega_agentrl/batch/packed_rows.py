@@ -305,13 +305,13 @@ class PackedTargets:
             },
         )
 
-    def num_tokens(self, indices: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    def num_tokens(self, indices: Sequence[int]) -> torch.Tensor | None:
         """Return `num_tokens_R` of the rows at these indices, [R], or None if it is None."""
         if self.num_tokens_R is None:
             return None
-        return torch.from_numpy(self.num_tokens_R[list(indices)]).to(device)
+        return torch.from_numpy(self.num_tokens_R[list(indices)])
 
-    def padded(self, name: str, indices: Sequence[int], device: torch.device) -> torch.Tensor:
+    def padded(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Return the field `name`, such as `old_logp`, of the rows at these indices, `[R, T]`.
 
         Positions after the end of a row are 0.
@@ -321,7 +321,7 @@ class PackedTargets:
         for value_T, index in zip(padded_RT, indices, strict=True):
             start, stop = self.start_R1[index], self.start_R1[index + 1]
             value_T[: stop - start] = value_M[start:stop]
-        return torch.from_numpy(padded_RT).to(device)
+        return torch.from_numpy(padded_RT)
 
 
 @dataclass(slots=True, kw_only=True, frozen=True)

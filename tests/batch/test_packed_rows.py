@@ -149,7 +149,7 @@ def test_targets_are_padded_with_zeros_to_the_width_of_the_batch():
         ("old_logp", batch.old_logp_BT),
         ("kl_weight", batch.advantage_BT),
     ):
-        padded_RT = targets.padded(name, [2, 1], torch.device("cpu"))
+        padded_RT = targets.padded(name, [2, 1])
         assert torch.equal(padded_RT, value_BT[[4, 2]] * inside_RT)
         assert padded_RT.dtype == value_BT.dtype
 

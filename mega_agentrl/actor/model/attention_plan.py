@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
+from mega_agentrl.actor.device import from_host
 from mega_agentrl.actor.parallel.context_parallel import (
     gathered_token_indices,
     rank_token_indices,
@@ -223,9 +224,9 @@ def make_padded_plan(
         blocks.append(_make_block(group, device))
     return PaddedAttentionPlan(
         blocks=tuple(blocks),
-        query_index_P=torch.cat(queries).to(device),
-        key_index_K=torch.cat(keys).to(device),
-        slot_index_S=slot_S.to(device),
+        query_index_P=from_host(torch.cat(queries), device),
+        key_index_K=from_host(torch.cat(keys), device),
+        slot_index_S=from_host(slot_S, device),
     )
 
 
@@ -241,7 +242,7 @@ def make_varlen_plan(
     key_K = None
     if size > 1 or any(branch.path for branch in branches):
         tokens_K = torch.cat([_key_tokens(segment) for segment in segments])
-        key_K = gathered_token_indices(start_G, size)[tokens_K].to(device)
+        key_K = from_host(gathered_token_indices(start_G, size)[tokens_K], device)
     return VarlenAttentionPlan(
         cu_seqlens_q=cumulative_lengths([segment.num_queries for segment in segments], device),
         cu_seqlens_k=cumulative_lengths([segment.num_keys for segment in segments], device),
@@ -267,11 +268,11 @@ def make_block_sparse_plan(
     return BlockSparseAttentionPlan(
         num_queries=num_queries,
         num_keys=num_keys,
-        token_S=token_S.to(device, torch.int32),
-        end_W=end_W.to(device, torch.int32),
+        token_S=from_host(token_S.int(), device),
+        end_W=from_host(end_W.int(), device),
         keys_of_queries=_list_blocks(may_be_visible, is_full, device),
         queries_of_keys=_list_blocks(may_be_visible.T, is_full.T, device),
-        key_index_W=gathered_token_indices(start_G, size).to(device) if size > 1 else None,
+        key_index_W=from_host(gathered_token_indices(start_G, size), device) if size > 1 else None,
     )
 
 
@@ -309,14 +310,14 @@ def _list_blocks(
     is_listed = torch.stack([may_be_visible & ~is_full, is_full], dim=1)
     return BlockLists(
         bounds=cumulative_lengths(is_listed.sum(dim=-1).flatten().tolist(), device),
-        block_L=is_listed.nonzero()[:, 2].to(device, torch.int32),
+        block_L=from_host(is_listed.nonzero()[:, 2].int(), device),
     )
 
 
 def cumulative_lengths(count_N: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return `[N + 1]` int32: 0 and the running sums of N counts."""
     sums = torch.tensor([0, *count_N], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    return sums.to(device)
+    return from_host(sums, device)
 
 
 def group_by_size(segments: Sequence[AttentionSegment]) -> list[list[AttentionSegment]]:
@@ -365,5 +366,5 @@ def _make_block(group: Sequence[AttentionSegment], device: torch.device) -> Segm
         num_segments=len(group),
         num_queries=num_queries,
         num_keys=num_keys,
-        num_earlier_N=torch.tensor(num_earlier, device=device) if any(num_earlier) else None,
+        num_earlier_N=from_host(torch.tensor(num_earlier), device) if any(num_earlier) else None,
     )

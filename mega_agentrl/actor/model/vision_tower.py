@@ -118,7 +118,8 @@ def encode_images(
     target = device.current_device()
     patches = np.concatenate([processor.patches(image) for image in images.images])
     grids = torch.tensor([image.grid_thw for image in images.images], device=target)
-    output = tower(torch.from_numpy(patches).to(target), grid_thw=grids)
+    patches_PE = device.from_host(torch.from_numpy(patches), target)
+    output = tower(patches_PE, grid_thw=grids)
     feature_PD = output.pooler_output.index_select(0, images.feature_P)
     deepstack = getattr(output, "deepstack_features", None)
     if not deepstack:

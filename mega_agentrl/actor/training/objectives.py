@@ -13,13 +13,14 @@ Shape suffixes: R rows of a micro-batch, T response positions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from mega_agentrl.actor.device import from_host
 from mega_agentrl.actor.training.losses import find_loss
 from mega_agentrl.algo.kl import kl_penalty
+from mega_agentrl.algo.masking import masked_sum
 from mega_agentrl.algo.policy_loss import aggregate
 from mega_agentrl.config.enums import KlPlacement
 from mega_agentrl.errors import InputError
@@ -68,7 +69,10 @@ class PolicyObjective:
         self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
-        pad = partial(self.targets.padded, indices=micro.rows, device=logp_RT.device)
+
+        def pad(name: str) -> torch.Tensor:
+            return from_host(self.targets.padded(name, micro.rows), logp_RT.device)
+
         mask_RT = pad("mask")
         # The trained tokens that this context rank predicts.
         local_mask_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
@@ -96,13 +100,13 @@ class PolicyObjective:
                 loss_RT = loss_RT + (pad("kl_weight") if has_weight else self.algo.kl_coef) * kl_RT
         if self.algo.entropy_coef:
             loss_RT = loss_RT - self.algo.entropy_coef * entropy_RT
-        sums["entropy"] = entropy_RT.detach()[local_mask_RT].sum()
+        sums["entropy"] = masked_sum(entropy_RT.detach(), local_mask_RT)
         loss = aggregate(
             loss_RT,
             mask_RT,
             str(self.algo.loss_aggregation),
             denominator=self.denominator,
-            num_tokens_B=self.targets.num_tokens(micro.rows, logp_RT.device),
+            num_tokens_B=trajectory_lengths(self.targets, micro, logp_RT.device),
         )
         return loss, {"loss": loss.detach(), "num_tokens": num_tokens, **sums}
 
@@ -119,14 +123,22 @@ class SftObjective:
         self, micro: MicroBatch, logp_RT: torch.Tensor, entropy_RT: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchStats]:
         """Return the 0-d loss of a micro-batch and its metrics, from `[R, T]` tensors."""
-        mask_RT = self.targets.padded("mask", micro.rows, logp_RT.device)
+        mask_RT = from_host(self.targets.padded("mask", micro.rows), logp_RT.device)
         local_mask_RT = mask_RT & micro.predicted_mask(mask_RT.size(1))
         loss = aggregate(-logp_RT, mask_RT, "token_mean", denominator=self.denominator)
         return loss, {
             "loss": loss.detach(),
             "num_tokens": local_mask_RT.sum().float(),
-            "entropy": entropy_RT.detach()[local_mask_RT].sum(),
+            "entropy": masked_sum(entropy_RT.detach(), local_mask_RT),
         }
+
+
+def trajectory_lengths(
+    targets: PackedTargets, micro: MicroBatch, device: torch.device
+) -> torch.Tensor | None:
+    """Return `[R]` trained tokens of each row's trajectory, or None if each row is one."""
+    num_tokens_R = targets.num_tokens(micro.rows)
+    return None if num_tokens_R is None else from_host(num_tokens_R, device)
 
 
 def require_targets(targets: PackedTargets, names: Sequence[str], what: str, source: str) -> None:

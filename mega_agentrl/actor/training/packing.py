@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from mega_agentrl.actor.device import from_host
 from mega_agentrl.actor.model.attention_plan import Branch
 from mega_agentrl.actor.model.route_replay import RouteLog
 from mega_agentrl.actor.parallel.context_parallel import rank_token_indices, tree_length_multiple
@@ -217,7 +218,7 @@ def pack_rows(
     rank_N = predict_N // (len(packed_index_S) // multiple)
 
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(device)
+        return from_host(torch.from_numpy(values.astype(np.int64)), device)
 
     rotary_3W = inputs.rotary_position_3W
     return MicroBatch(
@@ -300,7 +301,7 @@ def _make_route_log(
         expert_SLK = np.where(is_known_S[:, None, None], target_SLK.astype(np.int16), -1)
 
     def tensor(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(device)
+        return from_host(torch.from_numpy(values), device)
 
     key_S = token_keys(position_S.astype(np.int64), inputs.token_W[packed_index_S].astype(np.int64))
     return RouteLog(
@@ -349,8 +350,8 @@ def _place_images(
     place_P, first_P = np.unique(np.concatenate(places), return_index=True)
     return MicroBatchImages(
         images=tuple(images),
-        place_P=torch.from_numpy(place_P).to(device),
-        feature_P=torch.from_numpy(np.concatenate(features)[first_P]).to(device),
+        place_P=from_host(torch.from_numpy(place_P), device),
+        feature_P=from_host(torch.from_numpy(np.concatenate(features)[first_P]), device),
     )
 
 

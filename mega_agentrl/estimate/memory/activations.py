@@ -63,7 +63,7 @@ _CPU_BLOCK_ROWS = 2048
 _BLOCK_PADDING = 1.5
 """Number of slots or scores, padding included, of a padded block of branches for each slot or score
 that is used (`attention_plan.group_by_size`)."""
-_LOSS_TENSORS = 21
+_LOSS_TENSORS = 22
 """Number of float32 tensors [rows, positions] at the peak of objective and backward pass, measured
 with KL and entropy terms for every loss of this project."""
 _ROW_INDICES = 3

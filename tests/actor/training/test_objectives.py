@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega_agentrl.actor.training.objectives import (
     CLIP_METRICS,
@@ -64,6 +65,33 @@ def test_the_split_into_micro_batches_changes_nothing(aggregation, loss, batch):
     torch.testing.assert_close(cut[1], whole[1])
     assert cut[2] == pytest.approx(whole[2], abs=1e-4)
     assert set(policy_metrics(algo)) <= set(whole[2])
+
+
+class RefusesReads(TorchDispatchMode):
+    """Raises where the host reads what the device has computed, for which a GPU would be idle."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal")
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        is_mask = any(one is not None and one.dtype == torch.bool for one in indices)
+        assert not is_mask and name not in self.READS, f"{name} waits for the device"
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", ["sft", *LOSSES.registered()])
+def test_no_objective_waits_for_the_device(loss, batch):
+    piece = sft_objective(batch)
+    if loss != "sft":
+        algo = AlgoConfig(loss=loss, kl_coef=0.1, entropy_coef=0.01)
+        piece = policy_objective(algo, batch)
+    micro = pack_rows(batch, [0, 1, 2], batch.mask_BT, CPU)
+    logp_RT = batch.old_logp_BT[:3].clone().requires_grad_()
+    with RefusesReads():
+        total, _ = piece(micro, logp_RT, logp_RT.detach().abs())
+        total.backward()
+    assert logp_RT.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("aggregation", LossAggregation)

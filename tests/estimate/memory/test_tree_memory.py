@@ -14,6 +14,7 @@ from mega_agentrl.actor.model.packed_attention import packed_attention
 from mega_agentrl.actor.training.objectives import PolicyObjective
 from mega_agentrl.actor.training.packing import pack_rows
 from mega_agentrl.batch.packed_rows import POLICY_TARGETS, PackedRows, PackedTargets
+from mega_agentrl.config.algorithm_traits import LOSSES
 from mega_agentrl.config.enums import Recompute, TreeAttention
 from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import ParallelConfig
@@ -130,7 +131,7 @@ def test_trees_add_keys_and_rows_to_the_memory_of_a_rank():
     first, last = estimate_policy_memory(config, shape, DeviceSpec())
     # 64 prompts x 16 rows over 4 ranks, 6,144 positions; the first stage has indices alone.
     assert first.row_tensors == 256 * 6144 * 24
-    assert last.row_tensors == 256 * 6144 * (24 + 21 * 4)
+    assert last.row_tensors == 256 * 6144 * (24 + 22 * 4)
     keys = 16 * 8192
     assert first.path_attention == (keys * (4 + 2 * 7) + 2 * 8192) * 128 * 2
     config.batch.trees = False
@@ -157,11 +158,10 @@ def test_a_layer_that_is_computed_again_keeps_its_activations_meanwhile():
     assert added == memory.layer_workspace - kept.layer_workspace > 0
 
 
-LOSSES = ("clipped", "balanced", "gspo", "cispo", "atpo")
+BUILT_IN_LOSSES = LOSSES.registered()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_losses_allocate_as_many_row_tensors_as_are_counted(loss):
+def test_no_loss_allocates_more_row_tensors_than_are_counted():
     """16 rows of one tree, 1,024 positions, with every term of the objective."""
     num_rows, num_positions = 16, 1024
     tree = TreeShape(prompt_length=8, rows=((None, 0, num_positions),) * num_rows)
@@ -170,17 +170,18 @@ def test_losses_allocate_as_many_row_tensors_as_are_counted(loss):
     batch = batch.with_fields(importance_weight_BT=ones_BT, mask_BT=ones_BT.bool())
     rows = PackedRows.from_batch(batch)
     targets = PackedTargets.from_batch(batch, rows.row_R, POLICY_TARGETS, ones_BT)
-    objective = PolicyObjective(AlgoConfig(loss=loss, entropy_coef=0.01), targets, 1.0)
     micro = pack_rows(rows, range(num_rows), targets.mask_M, torch.device("cpu"))
     logp_N, entropy_N = (
         torch.full(micro.target_N.shape, value, requires_grad=True) for value in (-4.0, 1.0)
     )
 
-    def backward():
+    def backward(loss):
+        objective = PolicyObjective(AlgoConfig(loss=loss, entropy_coef=0.01), targets, 1.0)
         to_rows = partial(micro.to_rows, num_positions=num_positions)
         objective(micro, to_rows(logp_N), to_rows(entropy_N))[0].backward()
 
     indices = sum(map(torch.numel, (micro.predicted_K, micro.row_K, micro.column_K))) * 8
     counted = row_tensor_bytes(num_rows, num_positions, has_loss=True)
-    assert 0.7 * counted < peak_allocated(backward) + indices <= counted
+    peaks = [peak_allocated(partial(backward, loss)) for loss in BUILT_IN_LOSSES]
+    assert 0.95 * counted < max(peaks) + indices <= counted
     assert indices == row_tensor_bytes(num_rows, num_positions, has_loss=False)
