@@ -11,8 +11,8 @@ NAME and the global shape are those of the Hugging Face tensor; the global offse
 a rank's part in it (`iter_hf_views`). Hence any parallel layout can load the checkpoint of any
 other, with and without the distributed optimizer. Vocabulary padding is not stored.
 
-One replica writes a parameter, chosen round-robin by the number of the parameter, so that replicas
-share the work. All ranks read.
+One replica writes a parameter: that with the least to write so far, so that replicas share the
+work. All ranks read.
 """
 
 from __future__ import annotations
@@ -65,15 +65,12 @@ def copy_state_to_host(model: MegatronModel, host_blocks: HostBlocks) -> dict[st
         model: The model to save.
         host_blocks: Memory of the copy, which is used from its beginning and grows as needed.
     """
+    written = {is_sharded: _written_parameters(model, is_sharded) for is_sharded in (False, True)}
+    is_distributed = model.config.parallel.distributed_optimizer
     ranges = [
         (kind, shard, first, values)
-        for kind, number, shard, first, values in _iter_flat_ranges(model)
-        if _is_writing_replica(
-            model,
-            number,
-            shard,
-            is_sharded=kind != WEIGHT and model.config.parallel.distributed_optimizer,
-        )
+        for kind, shard, first, values in _iter_flat_ranges(model)
+        if shard.name in written[kind != WEIGHT and is_distributed]
     ]
     # Wide elements first, so that all of them lie at multiples of their size.
     ranges.sort(key=lambda flat_range: -flat_range[-1].element_size())
@@ -115,7 +112,7 @@ def sharded_state_to_load(
     """
     state: dict[str, Any] = {}
     shapes = model.state_shapes
-    for kind, _, shard, first, values in _iter_flat_ranges(model):
+    for kind, shard, first, values in _iter_flat_ranges(model):
         if sum(block.local_rect.numel for block in shard.blocks) < prod(shard.shape):
             values.zero_()
         takes_masters = masters and values.dtype == torch.float32
@@ -220,51 +217,58 @@ def _rng_state() -> dict[str, torch.Tensor]:
 
 def _iter_flat_ranges(
     model: MegatronModel,
-) -> Iterator[tuple[str, int, ShardLayout, int, torch.Tensor]]:
-    """Yield (kind, parameter number, layout, first element, flat values) of this rank."""
+) -> Iterator[tuple[str, ShardLayout, int, torch.Tensor]]:
+    """Yield (kind, layout, first element, flat values) of this rank."""
     # Before the weights, because this raises an error if a part of the state is in host memory.
     shards = list(model.optimizer.state_shards()) if model.is_trainable else []
-    numbers = {}
-    for number, shard in enumerate(model.state_layouts):
+    layouts = {}
+    for shard in model.state_layouts:
         parameter = model.parameters[shard.name]
-        numbers[id(parameter)] = number
-        yield WEIGHT, number, shard, 0, parameter.detach().view(-1)
+        layouts[id(parameter)] = shard
+        yield WEIGHT, shard, 0, parameter.detach().view(-1)
     for parameter, first, values in shards:
-        number = numbers[id(parameter)]
-        shard = model.state_layouts[number]
+        shard = layouts[id(parameter)]
         if has_master_weights(parameter.dtype):
-            yield MASTER, number, shard, first, values["param"]
+            yield MASTER, shard, first, values["param"]
         for kind in MOMENTS:
-            yield kind, number, shard, first, values[kind]
+            yield kind, shard, first, values[kind]
 
 
-def _is_writing_replica(
-    model: MegatronModel, number: int, shard: ShardLayout, *, is_sharded: bool
-) -> bool:
-    """Return whether this rank writes a parameter.
+def _written_parameters(model: MegatronModel, is_sharded: bool) -> set[str]:
+    """Return the names of the parameters that this rank writes.
+
+    Replicas have the same parameters, and compute the same shares.
 
     Args:
         model: The model.
-        number: Number of the parameter.
-        shard: Layout of the parameter.
         is_sharded: Whether data ranks hold shards of the values instead of replicas.
     """
-    if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
-        b.hf_name == hf_embedding(model.shape) for b in shard.blocks
-    ):
-        return False  # a second copy of the tied embedding
-    collection, is_expert = model.groups.pg_collection, is_expert_param(shard.name)
-    replica_groups: list[dist.ProcessGroup] = []
-    if not is_sharded:
-        replica_groups.append(collection.expt_dp if is_expert else collection.dp_cp)
-    if is_tensor_replicated(model.shape, shard.name) and (
-        not is_expert or is_lora_param(shard.name)
-    ):
-        replica_groups.append(collection.expt_tp if is_expert else collection.tp)
-    replica, num_replicas = 0, 1
-    for group in replica_groups:
-        replica, num_replicas = replica * group.size() + group.rank(), num_replicas * group.size()
-    return number % num_replicas == replica
+    collection = model.groups.pg_collection
+    loads: dict[tuple[bool, int], list[int]] = {}
+    written = set()
+    for shard in model.state_layouts:
+        if shard.name.endswith(MEGATRON_OUTPUT_LAYER) and any(
+            b.hf_name == hf_embedding(model.shape) for b in shard.blocks
+        ):
+            continue  # a second copy of the tied embedding
+        is_expert = is_expert_param(shard.name)
+        replica_groups: list[dist.ProcessGroup] = []
+        if not is_sharded:
+            replica_groups.append(collection.expt_dp if is_expert else collection.dp_cp)
+        if is_tensor_replicated(model.shape, shard.name) and (
+            not is_expert or is_lora_param(shard.name)
+        ):
+            replica_groups.append(collection.expt_tp if is_expert else collection.tp)
+        replica, num_replicas = 0, 1
+        for group in replica_groups:
+            replica = replica * group.size() + group.rank()
+            num_replicas *= group.size()
+        load = loads.setdefault((is_expert, num_replicas), [0] * num_replicas)
+        writer = load.index(min(load))
+        load[writer] += prod(shard.shape)
+        if writer == replica:
+            written.add(shard.name)
+    return written
 
 
 def _make_sharded_tensor(

@@ -306,6 +306,12 @@ def estimate_model_state(
         for expert, index in ((False, replica), (True, expert_replica))
     )
     num_copies = 2 if item_bytes == _FLOAT32_BYTES else 3
+    optimizer = num_updated * num_copies * _FLOAT32_BYTES
+    checkpoint = _num_written_elements(adapters or parameters, layout) * item_bytes
+    if layout.distributed_optimizer:
+        checkpoint += optimizer
+    else:
+        checkpoint += _num_written_elements(trained, layout) * num_copies * _FLOAT32_BYTES
     largest = max(parameter.numel for parameter in trained)
     return ModelState(
         num_parameters=sum(parameter.numel for parameter in (*parameters, *adapters)),
@@ -320,18 +326,18 @@ def estimate_model_state(
 
 
 def _num_written_elements(parameters: Sequence[RankParameter], layout: ParallelConfig) -> int:
-    """Return the elements that a rank writes of parameters whose replicas take turns in writing.
+    """Return the most elements that a rank writes of parameters, one replica of which is written.
 
-    The result is that of the replica that writes the most, and an upper bound: replicas among the
-    tensor ranks, which are small, and the second copy of a tied embedding count in full.
+    Each parameter is written by the replica with the least so far, whose share is then at most the
+    mean and most of a parameter. Replicas among the tensor ranks, which are small, count in full,
+    and so does the second copy of a tied embedding.
     """
     num_written = 0
     for expert in (False, True):
-        by_replica = [0] * _num_replicas(layout, expert=expert)
-        for number, parameter in enumerate(parameters):
-            if parameter.is_expert is expert:
-                by_replica[number % len(by_replica)] += parameter.numel
-        num_written += max(by_replica)
+        numels = [parameter.numel for parameter in parameters if parameter.is_expert is expert]
+        num_replicas = _num_replicas(layout, expert=expert)
+        if numels:
+            num_written += (sum(numels) + (num_replicas - 1) * max(numels)) // num_replicas
     return num_written
 
 

@@ -71,7 +71,7 @@ def values(policy):
     """Return the training state as (kind, Hugging Face name, rectangle, value)."""
     return [
         (kind, name, rect, view.clone())
-        for kind, _, shard, first, run in _iter_flat_ranges(policy.megatron_model)
+        for kind, shard, first, run in _iter_flat_ranges(policy.megatron_model)
         for name, rect, view in iter_hf_views(shard, run, first)
     ]
 

@@ -113,9 +113,9 @@ def test_all_ranks_together_write_every_element_once(name, distributed, shape):
     for rank in range(layout.world_size):
         one = fake_model(shape, layout, rank)
         elements.append(0)
-        for kind, number, shard, first, run in sharded_state._iter_flat_ranges(one):
+        for kind, shard, first, run in sharded_state._iter_flat_ranges(one):
             is_sharded = kind != WEIGHT and distributed
-            if not sharded_state._is_writing_replica(one, number, shard, is_sharded=is_sharded):
+            if shard.name not in sharded_state._written_parameters(one, is_sharded):
                 continue
             for hf, rect, view in iter_hf_views(shard, run, first):
                 written[state_key(kind, hf)][rect.slices] += 1
@@ -125,6 +125,17 @@ def test_all_ranks_together_write_every_element_once(name, distributed, shape):
         assert (counts == 1).all(), stored
     # Replicas share the work.
     assert max(elements) < 0.7 * sum(elements) or layout.world_size == 1
+
+
+def test_replicas_write_equal_shares_whatever_the_number_of_matrices_in_a_layer(tmp_path):
+    """A layer has eight parameters: a choice by number gives one replica of four all the fc1."""
+    deep = ModelShape.from_folder(make_tiny_model("qwen3", tmp_path, num_hidden_layers=8))
+    ranks = [fake_model(deep, ParallelConfig(data=4), rank) for rank in range(4)]
+    written = [sharded_state._written_parameters(one, is_sharded=False) for one in ranks]
+    parameters = ranks[0].parameters
+    assert sorted(name for names in written for name in names) == sorted(parameters)
+    shares = [sum(parameters[name].numel() for name in names) for names in written]
+    assert max(shares) < 0.28 * sum(shares)
 
 
 def test_padding_is_zeroed_and_masters_are_read_if_asked_for(shape, monkeypatch):

@@ -107,6 +107,7 @@ def test_a_host_copy_is_rounded_up_like_pinned_memory():
             optimizer=0,
             reference_weights=weights,
             merged_weights=0,
+            checkpoint=0,
         )
 
     assert state(2**28 + 5).host_copy_bytes == 2**28 + 8
