@@ -22,7 +22,7 @@ from mega_agentrl.actor.policy import PolicyRank
 from tests.rank_shards import score, update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from mega_agentrl.config.schema import TrainConfig
     from mega_agentrl.types.batch import TrainBatch
@@ -68,35 +68,44 @@ def is_called_by_package() -> bool:
     return False
 
 
+_guard: CollectiveGuard | None = None
+"""The guard of the running job."""
+
+
+def _watch(name: str) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    def call(group: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _guard is not None:
+            _guard.check(name, group)
+        return original(group, *arguments, **keywords)
+
+    setattr(dist.ProcessGroup, name, call)
+
+
 @contextmanager
 def guarded_collectives() -> Iterator[CollectiveGuard]:
-    guard, originals = (
-        CollectiveGuard(),
-        {name: getattr(dist.ProcessGroup, name) for name in METHODS},
-    )
+    """Guard the collectives of this process.
+
+    The methods stay watched afterwards: a method of a compiled class cannot be put back as it was.
+    """
+    global _guard
     init = process_groups.init_process_groups
-
-    def watched(name: str) -> Callable[..., Any]:
-        def call(group: Any, *arguments: Any, **keywords: Any) -> Any:
-            guard.check(name, group)
-            return originals[name].__get__(group)(*arguments, **keywords)
-
-        return call
+    if not hasattr(dist.ProcessGroup.barrier, "__code__"):
+        for name in METHODS:
+            _watch(name)
 
     def init_and_close(*arguments: Any, **keywords: Any) -> Any:
         groups = init(*arguments, **keywords)
         guard.is_closed = True
         return groups
 
-    for name in METHODS:
-        setattr(dist.ProcessGroup, name, watched(name))
+    _guard = guard = CollectiveGuard()
     process_groups.init_process_groups = init_and_close
     try:
         yield guard
     finally:
-        process_groups.init_process_groups = init
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
+        process_groups.init_process_groups, _guard = init, None
 
 
 def run_guarded(
