@@ -58,7 +58,7 @@ from mega_agentrl.types.routes import DIGEST_BITS
 from mega_agentrl.vision.processor import ImageProcessor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Sequence, Set
 
     from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, FileRecord
     from mega_agentrl.actor.model.gpt_model import GPTModelChunk
@@ -508,6 +508,10 @@ class TrainableRank:
     def load_checkpoint(self, folder: str) -> dict[str, Any]:
         """Load a checkpoint written under any parallel layout and return its `extra` values."""
         return save_load.load_checkpoint(self.megatron_model, folder)
+
+    def set_gpu_resident(self, parts: Set[str]) -> None:
+        """Keep exactly these parts of the state on the device (`Offloader.keep_on_device`)."""
+        self.megatron_model.offloader.keep_on_device(parts)
 
     def close(self) -> None:
         """Destroy the process groups; safe to call twice."""

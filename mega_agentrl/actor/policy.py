@@ -27,7 +27,7 @@ from mega_agentrl.actor.training.objectives import (
     policy_metrics,
     require_targets,
 )
-from mega_agentrl.actor.training.offload import ALL_STATE, ReferenceWeights, require_on_device
+from mega_agentrl.actor.training.offload import ReferenceWeights, require_on_device
 from mega_agentrl.actor.training.step_result import StepResult, route_metrics, summarize_steps
 from mega_agentrl.batch.packed_rows import PackedRows
 from mega_agentrl.batch.row_sharding import RowSharder
@@ -40,7 +40,7 @@ from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.types.atomic_file import atomic_path
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence, Set
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from mega_agentrl.batch.packed_rows import PackedScores
@@ -299,12 +299,6 @@ class PolicyRank(TrainableRank):
         Configuration and tokenizer are copied from the folder that was loaded.
         """
         self.megatron_model.export_hf(folder)
-
-    def set_gpu_resident(self, parts: Set[str]) -> None:
-        """Keep exactly these parts of `offload.ALL_STATE` on the device, the rest on the host."""
-        offloader = self.megatron_model.offloader
-        offloader.to_host(**{name: name not in parts for name in ALL_STATE})
-        offloader.to_device(**{name: name in parts for name in ALL_STATE})
 
     def start_profile(self) -> None:
         """Start a profiler trace of this rank."""

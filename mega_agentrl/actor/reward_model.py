@@ -19,6 +19,8 @@ from mega_agentrl.errors import InputError
 from mega_agentrl.reshard.mapping.model_shape import SCALAR_ARCHITECTURES, HeadKind, ModelShape
 
 if TYPE_CHECKING:
+    from collections.abc import Set
+
     from mega_agentrl.batch.packed_rows import PackedScores
     from mega_agentrl.batch.row_sharding import ScoringShard
     from mega_agentrl.config.schema import TrainConfig
@@ -64,6 +66,10 @@ class RewardModelRank:
         select_M[rows.response_start_R1[1:] - 1] = True
         head = ScalarHead(num_positions=rows.num_positions)
         return self.megatron_model.forward_only(rows, shard.micros, head, select_M)
+
+    def set_gpu_resident(self, parts: Set[str]) -> None:
+        """Keep the weights on the device or in host memory (`Offloader.keep_on_device`)."""
+        self.megatron_model.offloader.keep_on_device(parts)
 
     def close(self) -> None:
         """Destroy the process groups; safe to call twice."""

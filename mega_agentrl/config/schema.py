@@ -86,6 +86,15 @@ class TrainConfig(Section):
         return self.rollout.max_staleness == 0
 
     @property
+    def auxiliary_models(self) -> tuple[str, ...]:
+        """Names of the models besides the policy, which have its parallel layout."""
+        is_used_by_name = {
+            "reward model": self.reward.hosts_reward_model,
+            "critic": self.algo.needs_critic and not self.is_eval_only,
+        }
+        return tuple(name for name, is_used in is_used_by_name.items() if is_used)
+
+    @property
     def has_scoring_pass(self) -> bool:
         """Whether the policy scores a batch before its update.
 

@@ -44,9 +44,13 @@ from mega_agentrl.runtime.remote_calls import (
 )
 from mega_agentrl.runtime.rubric import open_rubric
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
-from mega_agentrl.runtime.workers.auxiliary_groups import CriticGroup, RewardModelGroup
+from mega_agentrl.runtime.workers.auxiliary_groups import (
+    AuxiliaryGroup,
+    CriticGroup,
+    RewardModelGroup,
+)
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing, ModelTurns
 from mega_agentrl.runtime.workers.placement import Placement
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from mega_agentrl.types.components import Components
@@ -122,12 +126,12 @@ def build(
         )
         reward_model = critic = None
         if config.reward.hosts_reward_model:
-            reward_model = _start_model(RewardModelGroup, start)
+            reward_model = _start_model(RewardModelGroup, start, policy, coordinator)
         gpu_monitor = ClusterGpuMonitor.launch()
         if gpu_monitor is not None:
             stack.callback(gpu_monitor.close)
         if config.algo.needs_critic and not config.is_eval_only:
-            critic = _start_model(CriticGroup, start)
+            critic = _start_model(CriticGroup, start, policy, coordinator)
         progress.finish()
         yield Components(
             run_dir=run_dir,
@@ -241,8 +245,9 @@ def _start_policy_and_engines(
     weight_sync = WeightSynchronizer(
         policy, generator, config, dtype=str(config.model.dtype.resolve(on_gpu=on_gpu))
     )
-    gpus = GpuTimeSharing(policy, generator) if config.cluster.colocated else None
-    coordinator = Coordinator(policy, generator, weight_sync, gpus)
+    models = ModelTurns(policy)
+    gpus = GpuTimeSharing(models, generator) if config.cluster.colocated else None
+    coordinator = Coordinator(policy, generator, weight_sync, models, gpus)
     start.stack.callback(coordinator.close)
     coordinator.start()
     traffic = _connect(coordinator)
@@ -349,12 +354,22 @@ def _launch_colocated(start: _RunStart, on_gpu: bool) -> tuple[PolicyGroup, Gene
     return policy, generator
 
 
-def _start_model[Group: RankGroup](group_class: type[Group], start: _RunStart) -> Group:
+def _start_model[Group: AuxiliaryGroup](
+    group_class: type[Group], start: _RunStart, policy: PolicyGroup, coordinator: Coordinator
+) -> Group:
     """Start all ranks of the critic or the reward model."""
     start.progress.begin(group_class.model_name, "its ranks import PyTorch and Megatron")
+    is_sharing = start.config.cluster.colocated_models
     group = group_class.launch(
-        start.config, on_gpu=start.cluster.wait(), log_folder=start.log_folder
+        start.config,
+        on_gpu=start.cluster.wait(),
+        log_folder=start.log_folder,
+        host=policy if is_sharing else None,
     )
     start.stack.callback(group.close)
+    if is_sharing:
+        group.share_gpus(
+            partial(coordinator.reserve_gpus, group), partial(coordinator.model_turn, group)
+        )
     _start_ranks(group)
     return group

@@ -63,26 +63,27 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
     """Raise `ValueError` if the layout needs more cores or GPUs than there are.
 
     On GPUs, every rank of policy, engines, critic and reward model needs its own GPU, except that
-    with `cluster.colocated` the engines use the policy's. On CPUs the models take turns, and up to
+    with `cluster.colocated` the engines use the policy's, and with `cluster.colocated_models` the
+    other models do. On CPUs the models take turns, and up to
     `MAX_RANKS_PER_CORE` ranks may share a core, which is reported on the terminal and in the log. A
     joined cluster must have one core per actor, because Ray would wait for a missing core forever.
     """
     layout = config.parallel
     policy_ranks = layout.world_size
     engine_ranks = config.cluster.num_engines * config.engine.tensor_parallel_size
-    auxiliary_models = _auxiliary_models(config)
-    auxiliary_ranks = policy_ranks * len(auxiliary_models)
+    auxiliary_ranks = policy_ranks * len(config.auxiliary_models)
+    own_auxiliary_ranks = 0 if config.cluster.colocated_models else auxiliary_ranks
     layout_text = (
         f"parallel.tensor={layout.tensor} x parallel.pipeline={layout.pipeline} x "
         f"parallel.data={layout.data} = {policy_ranks} policy ranks, cluster.num_engines="
         f"{config.cluster.num_engines} x engine.tensor_parallel_size="
         f"{config.engine.tensor_parallel_size} = {engine_ranks} engine ranks"
     )
-    for model in auxiliary_models:
+    for model in config.auxiliary_models:
         layout_text += f", and {policy_ranks} ranks of the {model}, which has the policy's layout"
     if num_gpus:
         own_engine_ranks = 0 if config.cluster.colocated else engine_ranks
-        num_needed = policy_ranks + own_engine_ranks + auxiliary_ranks
+        num_needed = policy_ranks + own_engine_ranks + own_auxiliary_ranks
         if num_needed > num_gpus:
             raise InputError(
                 "GPUs of the cluster",
@@ -91,7 +92,7 @@ def check_cluster_size(config: TrainConfig, *, num_cores: int, num_gpus: int) ->
                 "makes one policy rank) or join a larger cluster (cluster.ray_address)",
             )
         return
-    num_actors = policy_ranks + config.cluster.num_engines + auxiliary_ranks
+    num_actors = policy_ranks + config.cluster.num_engines + own_auxiliary_ranks
     if config.cluster.ray_address and num_actors > num_cores:
         raise InputError(
             "cores of the cluster",
@@ -250,7 +251,7 @@ def _connect(config: TrainConfig) -> bool:
         else:
             listen_on_loopback_only()
             ranks = config.parallel.world_size + config.cluster.num_engines
-            ranks += config.parallel.world_size * len(_auxiliary_models(config))
+            ranks += config.parallel.world_size * len(config.auxiliary_models)
             num_gpus = num_local_gpus()
             ray.init(
                 address="local",  # never a cluster that someone else has started on this machine
@@ -268,12 +269,3 @@ def _connect(config: TrainConfig) -> bool:
         check_torch_build(num_gpus, torch.version.cuda)
         check_cluster_size(config, num_cores=int(resources.get("CPU", 0)), num_gpus=num_gpus)
     return num_gpus > 0
-
-
-def _auxiliary_models(config: TrainConfig) -> list[str]:
-    """Return the names of the models besides the policy, which have its parallel layout."""
-    is_used_by_name = {
-        "reward model": config.reward.hosts_reward_model,
-        "critic": config.algo.needs_critic and not config.is_eval_only,
-    }
-    return [name for name, is_used in is_used_by_name.items() if is_used]

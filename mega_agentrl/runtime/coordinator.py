@@ -7,8 +7,9 @@ share, and the replacement of lost engines.
     build -> Coordinator -> {WeightSynchronizer, GpuTimeSharing, EngineSupervisor}
                          -> {PolicyGroup, GeneratorGroup} -> remote_calls
 
-Every operation of the policy runs under the lock. On GPUs shared with the engines
-(`cluster.colocated`), `policy_group.RANK_OPERATIONS` says whether an operation needs the GPUs.
+Every operation of the policy runs under the lock, and so does every operation of a model on its
+GPUs (`cluster.colocated_models`). On GPUs shared with engines or other models,
+`policy_group.RANK_OPERATIONS` says whether an operation needs the GPUs.
 
 Two threads call the coordinator: the training loop and the engine supervisor. Locks are taken in
 the order coordinator, GPUs, engine registry. The supervisor never waits for the coordinator's lock,
@@ -29,19 +30,25 @@ from mega_agentrl.runtime.remote_calls import (
     RemoteCallError,
 )
 from mega_agentrl.runtime.workers.engine_supervisor import EngineSupervisor
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner
+from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuOwner
 from mega_agentrl.runtime.workers.policy_group import RANK_OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    import torch
+
     from mega_agentrl.actor.checkpoint.checkpoint_dir import CheckpointManifest, FileRecord
     from mega_agentrl.config.sections.algo import AlgoConfig
     from mega_agentrl.reshard.planner.traffic import TransferTraffic
     from mega_agentrl.runtime.weight_sync import WeightSynchronizer
     from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
-    from mega_agentrl.runtime.workers.gpu_time_sharing import GpuTimeSharing
+    from mega_agentrl.runtime.workers.gpu_time_sharing import (
+        GpuTimeSharing,
+        ModelTurns,
+        OffloadableModel,
+    )
     from mega_agentrl.runtime.workers.policy_group import PolicyGroup
     from mega_agentrl.types.batch import TrainBatch, UpdateStats
     from mega_agentrl.types.protocols import Generator
@@ -52,7 +59,7 @@ ResultT = TypeVar("ResultT")
 class Coordinator:
     """The policy of a run, with the engines that serve its weights; both have started.
 
-    `gpus` is None if policy and engines have their own GPUs.
+    `models` are those on the policy's GPUs. `gpus` is None if the engines have their own.
     """
 
     def __init__(
@@ -60,11 +67,13 @@ class Coordinator:
         policy: PolicyGroup,
         engines: GeneratorGroup,
         weight_sync: WeightSynchronizer,
+        models: ModelTurns,
         gpus: GpuTimeSharing | None,
     ) -> None:
         self._policy = policy
         self._engines = engines
         self._weight_sync = weight_sync
+        self._models = models
         self._gpus = gpus
         self._lock = threading.RLock()
         self._has_unsynced_weights = False
@@ -141,6 +150,7 @@ class Coordinator:
             if self._has_unsynced_weights:
                 return False
             if self._gpus is None:
+                self._models.set_gpu_resident(ALL_STATE)
                 self._weight_sync.sync_separately(engines, self._version)
                 return True
             if self._gpus.owner is not GpuOwner.engines:
@@ -165,7 +175,9 @@ class Coordinator:
             raise NoEngineLeftError({}, "the weights have no receiver")
         release = None if self._gpus is None else partial(self._gpus.release_to_engines, engines)
         try:
-            if self._gpus is not None:
+            if self._gpus is None:
+                self._models.set_gpu_resident(ALL_STATE)
+            else:
                 self._gpus.acquire_for_transfer(engines)
             return engines, self._weight_sync.sync(engines, version, release)
         except (RemoteCallError, ValueError):
@@ -197,16 +209,23 @@ class Coordinator:
 
     def restart(self) -> None:
         """Restart all policy ranks with the initial weights; the engines keep their weights."""
-        with self._lock:
-            if self._gpus is not None:
-                self._gpus.reclaim_for_policy_restart()
+        with self.reserve_gpus(self._policy):
             self._has_unsynced_weights = True  # also if a rank dies again meanwhile
             self._weight_sync.reset_policy_ranks()
             self._policy.restart()
 
     @contextmanager
-    def _operation(self, method: str) -> Iterator[None]:
-        """Run an operation of the ranks under the lock, with the GPUs if it needs them.
+    def reserve_gpus(self, model: OffloadableModel) -> Iterator[None]:
+        """Keep all others off the policy's GPUs while the ranks of a model on them start."""
+        with self._lock:
+            if self._gpus is not None:
+                self._gpus.acquire_for_models()
+            self._models.make_room(model)
+            yield
+
+    @contextmanager
+    def model_turn(self, model: OffloadableModel, method: str) -> Iterator[None]:
+        """Run an operation of a model on the policy's GPUs under the lock.
 
         After an operation between two syncs, engines that served before it get the same weights
         again, which they lost when they were put to sleep.
@@ -214,12 +233,20 @@ class Coordinator:
         operation = RANK_OPERATIONS[method]
         with self._lock:
             were_serving = self._gpus is not None and self._gpus.owner is GpuOwner.engines
-            if self._gpus is not None and operation.needs_gpu:
-                self._gpus.acquire_for_policy()
-            self._has_unsynced_weights |= operation.changes_weights
+            if operation.needs_gpu:
+                if self._gpus is not None:
+                    self._gpus.acquire_for_models()
+                self._models.load(model)
             yield
             if were_serving and operation.is_between_syncs:
                 self.sync_weights(self._engines, self._version)
+
+    @contextmanager
+    def _operation(self, method: str) -> Iterator[None]:
+        """Run an operation of the policy under the lock, with the GPUs if it needs them."""
+        with self.model_turn(self._policy, method):
+            self._has_unsynced_weights |= RANK_OPERATIONS[method].changes_weights
+            yield
 
     def compute_log_probs(self, batch: TrainBatch) -> TrainBatch:
         """Return the batch with log-probs and entropies, each [B, T] float32."""

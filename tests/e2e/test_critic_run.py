@@ -1,5 +1,5 @@
-"""A run with a critic, one step off: values, GAE, KL in the reward, warm-up, evaluation within,
-checkpoints; with the loss and the branching rule of `examples/`.
+"""A run with a critic on the policy's GPUs, one step off: values, GAE, KL in the reward, warm-up,
+evaluation within, checkpoints; with the loss and the branching rule of `examples/`.
 """
 
 import math
@@ -23,6 +23,7 @@ def test_policy_and_critic_learn_side_by_side_one_step_behind_the_rollouts(asset
         "algo.advantage_options.lam=0.95",
         "algo.kl_coef=0.01",
         "algo.kl_placement=reward",
+        "cluster.colocated_models=true",
         "optim.critic_lr=1e-3",
         "optim.critic_warmup_steps=1",
         "evaluate.every_steps=2",

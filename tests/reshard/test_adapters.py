@@ -25,7 +25,8 @@ from mega_agentrl.reshard.adapters import (
 )
 from mega_agentrl.reshard.frames import FrameCodec, num_frame_bytes
 from mega_agentrl.reshard.mapping.lora_layout import adapter_of, lora_shapes, lora_shards
-from mega_agentrl.reshard.mapping.model_mapping import hf_shapes
+from mega_agentrl.reshard.mapping.model_mapping import hf_shapes, is_hf_vision_name
+from mega_agentrl.reshard.mapping.model_shape import ModelShape
 from mega_agentrl.reshard.planner.planner import plan_transfer
 from mega_agentrl.reshard.topology import RankLocation
 from mega_agentrl.reshard.verify.digest_verifier import (
@@ -37,6 +38,7 @@ from mega_agentrl.reshard.verify.digest_verifier import (
 from tests.reshard.faults import cut
 from tests.reshard.model_cuts import make_moe_shape, make_shape, trainer_layouts_of
 from tests.reshard.rollout_cuts import engine_layouts
+from tests.vision_models import make_vision_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 SCALE = LORA.alpha / LORA.rank
@@ -69,6 +71,14 @@ KINDS = (
     "weight below is merged twice",
     "trainer's replica has drifted",
 )
+
+
+@pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_tower_gets_no_adapters(model, tmp_path):
+    shape = ModelShape.from_folder(make_vision_model(model, tmp_path))
+    names = lora_shapes(hf_shapes(shape), LORA.rank, LORA.targets)
+    assert len(names) == shape.num_layers * 7 * 2
+    assert not any(is_hf_vision_name(shape, one) for one in names)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -70,11 +70,12 @@ def test_more_ranks_than_cores_warn_or_fail(caplog, capsys):
         ({"engine": EngineConfig(tensor_parallel_size=2), "cluster": {"colocated": True}}, 2),
         ({"algo": CRITIC}, 5),
         ({"algo": CRITIC, "total_steps": 0}, 3),
+        ({"algo": CRITIC, "cluster": {"colocated_models": True}}, 3),
         ({"reward": JUDGE}, 5),
     ],
-    ids=["engine", "colocated", "critic", "evaluation", "reward_model"],
+    ids=["engine", "colocated", "critic", "evaluation", "shared_critic", "reward_model"],
 )
-def test_every_rank_needs_a_gpu_except_engines_that_share_the_policys(sections, num_gpus):
+def test_every_rank_needs_a_gpu_except_those_that_share_the_policys(sections, num_gpus):
     made = cluster_config(**sections | {"cluster": ClusterConfig(**sections.get("cluster", {}))})
     check_cluster_size(made, num_cores=2, num_gpus=num_gpus)
     missing = too_small(made, num_cores=64, num_gpus=num_gpus - 1)

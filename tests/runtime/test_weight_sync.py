@@ -25,7 +25,12 @@ from mega_agentrl.runtime.remote_calls import (
 from mega_agentrl.runtime.weight_sync import WeightSynchronizer
 from mega_agentrl.runtime.workers import engine_supervisor
 from mega_agentrl.runtime.workers.generator_group import GeneratorGroup
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
+from mega_agentrl.runtime.workers.gpu_time_sharing import (
+    ALL_STATE,
+    GpuOwner,
+    GpuTimeSharing,
+    ModelTurns,
+)
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from tests.config.refusals import refused_setting
 from tests.reshard.faults import cut
@@ -133,13 +138,22 @@ class Sides:
         self.policy = PolicyGroup(ranks, config)
         self.engines = GeneratorGroup(engines, config, processes.spawn)
         self.weight_sync = WeightSynchronizer(self.policy, self.engines, config, dtype="float32")
-        self.coordinator = Coordinator(self.policy, self.engines, self.weight_sync, None)
-        self.gpus = None
+        self.models, self.gpus = ModelTurns(self.policy), None
+        self.coordinator = Coordinator(
+            self.policy, self.engines, self.weight_sync, self.models, None
+        )
 
     def share_gpus(self):
         """Let both sides use the same GPUs, which the policy holds at first."""
-        self.gpus = GpuTimeSharing(self.policy, self.engines)
-        self.coordinator = Coordinator(self.policy, self.engines, self.weight_sync, self.gpus)
+        self.gpus = GpuTimeSharing(self.models, self.engines)
+        self.coordinator = Coordinator(
+            self.policy, self.engines, self.weight_sync, self.models, self.gpus
+        )
+
+    def load_policy(self):
+        """Let the policy have the shared GPUs."""
+        self.gpus.acquire_for_models()
+        self.models.set_gpu_resident(ALL_STATE)
 
     def sync(self, version):
         """Send the weights of this version; return the report."""
@@ -381,12 +395,12 @@ def test_colocated_new_engine_is_synced_together_with_all_others(shared):
     shared.check_received(1)
     join = ["sleep", "wake_up", "weights", "join_weight_transfer"]
     assert shared.history() == [*FIRST, *join, *UPDATE[2:], *SERVE]
-    shared.gpus.acquire_for_policy()
+    shared.load_policy()
     assert not shared.coordinator.sync_new_engines([1]), "the policy has the GPUs"
 
 
 def test_colocated_policy_is_offloaded_while_an_engine_starts(shared):
-    shared.gpus.acquire_for_policy()
+    shared.load_policy()
     resident_parts, respawn = [], shared.engines.respawn_engine
 
     def respawn_engine(index):

@@ -13,7 +13,7 @@ from mega_agentrl.batch.packed_rows import PackedScores
 from mega_agentrl.runtime.coordinator import Coordinator
 from mega_agentrl.runtime.workers.batch_sender import BatchSender
 from mega_agentrl.runtime.workers.engine_registry import EngineRegistry
-from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing
+from mega_agentrl.runtime.workers.gpu_time_sharing import ALL_STATE, GpuTimeSharing, ModelTurns
 from mega_agentrl.runtime.workers.policy_group import PolicyGroup
 from tests.estimate.shapes import config_folder
 from tests.fakes import FakeGenerator
@@ -112,8 +112,9 @@ def share_gpus(components, config):
     """Replace policy and engines by ones that share GPUs; return the list of what they do."""
     calls = []
     policy, engines = Ranks(config, calls), Engines().begin(calls)
+    models = ModelTurns(policy)
     components.policy = Coordinator(
-        policy, engines, FakeWeightSync(policy, engines), GpuTimeSharing(policy, engines)
+        policy, engines, FakeWeightSync(policy, engines), models, GpuTimeSharing(models, engines)
     )
     components.generator = engines
     return calls

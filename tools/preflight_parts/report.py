@@ -44,6 +44,7 @@ _POLICY_PARTS = {
     "runtime": "CUDA, NCCL (assumed); on a CPU: libraries",
     "checkpoint_copy": "copy of a checkpoint that is being written",
     "sleeping_engine": "a sleeping engine on the same GPU",
+    "offloaded_models": "other models on the same GPU, in host memory",
     "colocated_transfer_peak": "or the weights of both, while they are sent",
     "peak": "peak",
     "pinned_host": "pinned host memory: reference, offloaded state",
@@ -58,7 +59,7 @@ _ENGINE_PARTS = {
     "entropy_tap": "entropy tap",
     "transfer": "weight transfer: buckets and one module",
     "cuda_graphs": "CUDA graphs (assumed)",
-    "colocated_policy": "an offloaded policy on the same GPU",
+    "colocated_policy": "offloaded models on the same GPU",
     "peak": "peak",
 }
 _MAX_COLUMNS = 4
@@ -238,7 +239,7 @@ def _step_table(step: StepTime, workload: Workload) -> Table:
         "update": update.total,
         "driver": step.driver_s,
         "weight update": step.weight_update_s,
-        "moving the policy's state": step.offload_s,
+        "moving the models' state": step.offload_s,
         "checkpoint": step.checkpoint_s,
     }
     for name, value in seconds.items():

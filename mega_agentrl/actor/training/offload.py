@@ -199,6 +199,11 @@ class Offloader:
         for chunk in chunks:
             chunk.module.register_forward_pre_hook(self._check_before_forward)
 
+    def keep_on_device(self, parts: Set[str]) -> None:
+        """Keep exactly these parts of `ALL_STATE` on the device, the rest on the host."""
+        self.to_host(**{name: name not in parts for name in ALL_STATE})
+        self.to_device(**{name: name in parts for name in ALL_STATE})
+
     def to_host(
         self, *, weights: bool = True, gradients: bool = True, optimizer: bool = True
     ) -> None:

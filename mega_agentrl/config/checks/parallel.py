@@ -322,7 +322,14 @@ def _check_divides(key: str, size: int, what: str, total: int) -> None:
 
 
 def check_colocation(config: TrainConfig) -> None:
-    """Raise a `ConfigError` if engines cannot share the policy's GPUs as `config` says."""
+    """Raise a `ConfigError` if others cannot share the policy's GPUs as `config` says."""
+    if config.cluster.colocated_models and not config.auxiliary_models:
+        raise ConfigError(
+            "cluster.colocated_models",
+            True,
+            "False in a run without a critic and without a reward model in a folder",
+            "settings for algo.advantage=gae",
+        )
     if not config.cluster.colocated:
         return
     if config.rollout.max_staleness:

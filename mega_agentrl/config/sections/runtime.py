@@ -77,6 +77,9 @@ class ClusterConfig(Section, key="cluster"):
     of an engine. Within a weight transfer a rank waits a tenth of it for another rank."""
     colocated: bool = False
     """Run the engines on the policy's GPUs; one of the two uses them at a time."""
+    colocated_models: bool = False
+    """Run critic and reward model on the policy's GPUs instead of their own; the model that
+    computes has its state there, the others in host memory."""
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """Predicts a step's seconds by phase, the MFU of the update, and the idle share of both sides.
 
 What overlaps depends on the run, for a rollout R, learning L (log-probs, reference, critic, update,
-driver, checkpoint) and a weight update W:
+driver, checkpoint, moving states between shared GPUs and host memory) and a weight update W:
 
-    colocated                         R + L + W + moving the policy's state to the host and back
+    colocated                         R + L + W
     max_staleness=0                   R + L + W, in which each side waits for the other
     max_staleness=1                   max(R, L) + W, also in flight, where engines pause for W alone
     max_staleness>1                   the same, and the tail of R overlaps with the next rollout
@@ -47,13 +47,13 @@ class StepTime:
     reference: PassTime | None
     """The pass of the reference's log-probs, without the exchange of weights with the host."""
     critic_s: float
-    """Values and update of the critic, 0 without one; the policy waits meanwhile."""
+    """Values and update of the critic, 0 without one; a policy on other GPUs waits meanwhile."""
     update: PassTime
     driver_s: float
     """Packing, advantages and metrics on the driver."""
     weight_update_s: float
     offload_s: float
-    """On shared GPUs, moving the policy's state to host memory and back."""
+    """On shared GPUs, moving the state of models to host memory and back."""
     checkpoint_s: float
     """A checkpoint, divided by the steps between two."""
     total_s: float
@@ -116,13 +116,14 @@ def predict_step(
     busy_s = log_probs.total + update.total + checkpoint_s
     busy_s += reference.total if reference else 0.0
     offload_s = _offload_s(config, shape, device, speeds)
-    rollout_s, total_s = _overlap(
-        config, rollout, busy_s + critic_s + driver_s, weight_update_s, offload_s
-    )
+    learning_s = busy_s + critic_s + offload_s + driver_s
+    rollout_s, total_s = _overlap(config, rollout, learning_s, weight_update_s)
     engine_busy_s = rollout_s - rollout.wait_s + weight_update_s
-    policy_busy_s = busy_s + weight_update_s
+    policy_busy_s = busy_s + offload_s + weight_update_s
+    if config.cluster.colocated_models:
+        policy_busy_s += critic_s
     if config.cluster.colocated:
-        policy_busy_s = engine_busy_s = policy_busy_s + engine_busy_s - weight_update_s + offload_s
+        policy_busy_s = engine_busy_s = policy_busy_s + engine_busy_s - weight_update_s
     peak = speeds.peak_flops * config.parallel.world_size
     return StepTime(
         rollout=rollout,
@@ -147,7 +148,6 @@ def _overlap(
     rollout: RolloutTime,
     learning_s: float,
     weight_update_s: float,
-    offload_s: float,
 ) -> tuple[float, float]:
     """Return the seconds of a rollout within a step, and of the step."""
     settings = config.rollout
@@ -156,15 +156,21 @@ def _overlap(
     if settings.max_staleness > 1 or continues:
         rollout_s = min(rollout_s, rollout.without_tail_s)
     if not settings.max_staleness:
-        return rollout_s, rollout_s + learning_s + weight_update_s + offload_s
+        return rollout_s, rollout_s + learning_s + weight_update_s
     return rollout_s, max(rollout_s, learning_s) + weight_update_s
 
 
 def _offload_s(
     config: TrainConfig, shape: ModelShape, device: DeviceSpec, speeds: DeviceSpeeds
 ) -> float:
-    if not (config.cluster.colocated and device.is_gpu):
+    """Return the seconds in which models leave shared GPUs and come back; all are of one size."""
+    if not device.is_gpu:
         return 0.0
     item = device.item_bytes(config.model.dtype)
     state = estimate_model_state(shape, config.parallel, 0, item_bytes=item)
-    return 2 * (state.weights + state.optimizer) / speeds.host_link
+    moved = (state.weights + state.optimizer) * config.cluster.colocated
+    if config.cluster.colocated_models:
+        for model in config.auxiliary_models:
+            moved += state.weights + state.optimizer
+            moved += state.weights + (state.optimizer if model == "critic" else 0)
+    return 2 * moved / speeds.host_link

@@ -137,6 +137,7 @@ def estimate_engine_memory(
     buckets = 2 * bucket
     open_modules = max(bucket, num_open_elements(shape, engine.tensor_parallel_size) * item_bytes)
     shares_gpu = config.cluster.colocated and device.is_gpu
+    num_models = 1 + config.cluster.colocated_models * len(config.auxiliary_models)
     return EngineMemory(
         weights=weights,
         activations=activations,
@@ -149,7 +150,7 @@ def estimate_engine_memory(
         cuda_graphs=cuda_graphs,
         kv_bytes_per_token=2 * shape.num_layers * kv_heads * shape.head_dim * item_bytes,
         vllm_share=share,
-        colocated_policy=device.policy_runtime_bytes + buckets if shares_gpu else 0,
+        colocated_policy=num_models * device.policy_runtime_bytes + buckets if shares_gpu else 0,
         resident_buckets=buckets,
     )
 

@@ -13,7 +13,8 @@ the weights of policy and engine are on the GPU, but no gradients, optimizer sta
 may be the peak.
 
 The critic is the policy's transformer with a scalar head, on ranks of its own. Its estimate is that
-of a policy without vocabulary head, reference and weight transfer.
+of a policy without vocabulary head, reference and weight transfer. With `cluster.colocated_models`
+its ranks are on the policy's GPUs: the state of one model is there, and the runtimes of all.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class PolicyMemory:
     """Bytes of pinned host memory for that copy, which stay allocated; 0 on CPUs."""
     sleeping_engine: int = 0
     """Bytes of a sleeping engine on the same GPU."""
+    offloaded_models: int = 0
+    """Bytes that other models keep on the same GPU while their state is in host memory."""
     colocated_transfer_peak: int = 0
     """Bytes while both policy and engine weights are on a shared GPU; 0 on separate GPUs."""
     vision_activations: int = 0
@@ -108,7 +111,7 @@ class PolicyMemory:
     def peak(self) -> int:
         """Peak bytes on the device."""
         permanent = self.weights + self.gradients + self.optimizer + self.runtime
-        permanent += self.checkpoint_copy
+        permanent += self.checkpoint_copy + self.offloaded_models
         training = self.training_pass
         if not self.sleeping_engine:
             return permanent + max(training, self.transfer_buckets, self.reference_staging)
@@ -210,12 +213,15 @@ def _estimate_stage_memory(
     reference = config.algo.needs_reference and trains
     gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
     pinned_host = state.host_copy_bytes if reference else 0
-    sleeping_engine = transfer_peak = 0
+    sleeping_engine = transfer_peak = offloaded_models = 0
+    if config.cluster.colocated_models and device.is_gpu:
+        offloaded_models = len(config.auxiliary_models) * device.policy_runtime_bytes
     if config.cluster.colocated and device.is_gpu:
         engine = estimate_engine_memory(config, shape, device)
         sleeping_engine = engine.sleeping_bytes
         transfer_peak = state.weights + state.merged_weights + 2 * bucket + runtime
-        transfer_peak += engine.loading_bytes
+        transfer_peak += engine.loading_bytes + offloaded_models
+    if (config.cluster.colocated or config.cluster.colocated_models) and device.is_gpu:
         pinned_host += state.weights + optimizer
     return PolicyMemory(
         stage=stage,
@@ -237,6 +243,7 @@ def _estimate_stage_memory(
         checkpoint_copy=state.checkpoint if trains and not device.is_gpu else 0,
         pinned_checkpoint=pinned_bytes(state.checkpoint) if trains and device.is_gpu else 0,
         sleeping_engine=sleeping_engine,
+        offloaded_models=offloaded_models,
         colocated_transfer_peak=transfer_peak,
         vision_activations=(
             _vision_activations(config, shape, stage, bounds, kernels, frozen=frozen)
@@ -286,9 +293,21 @@ def estimate_critic_memory(
             "transfer_buckets",
             "reference_staging",
             "pinned_host",
-            "sleeping_engine",
             "colocated_transfer_peak",
         ),
         0,
     )
-    return [replace(memory, **unused_parts) for memory in stages]
+    if not config.cluster.colocated_models:
+        return [replace(memory, **unused_parts, sleeping_engine=0) for memory in stages]
+    # The policy keeps its buckets.
+    return [
+        replace(
+            memory,
+            **unused_parts
+            | {
+                "offloaded_models": memory.offloaded_models + memory.transfer_buckets,
+                "pinned_host": memory.weights + memory.optimizer,
+            },
+        )
+        for memory in stages
+    ]

@@ -1,8 +1,8 @@
 """Suggests changes where policy or engines wait for the other side for too large a part of a step.
 
-Candidates are another mode (one step off, two steps ahead, shared GPUs), data ranks that become
-engines or the reverse, and more or fewer engines. Each is verified by the predictions of memory and
-duration.
+Candidates are another mode (one step off, two steps ahead, shared GPUs), critic and reward model on
+the policy's GPUs, data ranks that become engines or the reverse, and more or fewer engines. Each is
+verified by the predictions of memory and duration.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def suggest_balance(
 def _candidates(config: TrainConfig) -> Iterator[Overrides]:
     engines, layout = config.cluster.num_engines, config.parallel
     tensor = config.engine.tensor_parallel_size
+    if config.auxiliary_models and not config.cluster.colocated_models:
+        yield {"cluster.colocated_models": True}
     if config.cluster.colocated:
         return
     modes: list[Overrides] = [{}]

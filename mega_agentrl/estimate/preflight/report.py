@@ -190,6 +190,7 @@ def _policy_problem(
         del parts["optim.micro_batch_tokens"]
     else:
         message += _colocated_note(memory.sleeping_engine, "a sleeping engine")
+        message += _colocated_note(memory.offloaded_models, "models in host memory")
     key = max(parts, key=lambda name: parts[name])
     if changes:
         key = next(iter(changes[0].new_values))

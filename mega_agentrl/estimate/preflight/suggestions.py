@@ -137,9 +137,10 @@ def make_change(config: TrainConfig, settings: Overrides, peak_gib: float) -> Co
 def num_required_gpus(config: TrainConfig) -> int:
     """Return the number of GPUs of a run.
 
-    Policy and critic have GPUs of their own; so have engines, unless `cluster.colocated` is set.
+    Policy, critic and engines have GPUs of their own, unless `cluster.colocated_models` or
+    `cluster.colocated` is set.
     """
-    critic = config.algo.needs_critic and not config.is_eval_only
+    critic = "critic" in config.auxiliary_models and not config.cluster.colocated_models
     num_training_gpus = config.parallel.world_size * (2 if critic else 1)
     num_engine_gpus = config.cluster.num_engines * config.engine.tensor_parallel_size
     return num_training_gpus + (0 if config.cluster.colocated else num_engine_gpus)

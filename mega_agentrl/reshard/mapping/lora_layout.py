@@ -5,7 +5,8 @@ B `[out, rank]` (arXiv 2106.09685). Names follow PEFT: the adapter of `NAME.weig
 `NAME.lora_A.weight` and `NAME.lora_B.weight`. A rank holds the columns of A and the rows of B that
 belong to its part of W, so that it computes the change of its part alone. Where it holds whole
 columns of W, other tensor ranks hold the same A (`linear_qkv`, `linear_fc1`), and where it holds
-whole rows, the same B (`linear_proj`, `linear_fc2`).
+whole rows, the same B (`linear_proj`, `linear_fc2`). A vision tower, which has linear layers of the
+same names, gets none.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-_ADAPTED = re.compile(r"(?P<module>.+\.(?P<target>\w+_proj))\.weight")
+_ADAPTED = re.compile(r"(?P<module>.*\blayers\.\d+\.(?:\w+\.)*(?P<target>\w+_proj))\.weight")
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _MEGATRON_ADAPTER = re.compile(
     r".*\.linear_(?P<kind>qkv|proj|fc1|fc2)\.lora\.\w+\.(?P<factor>[AB])"

@@ -1,12 +1,14 @@
 """The critic and a local reward model, each a group of Ray actors with one Megatron rank.
 
-Both have the policy's parallel layout (`parallel`), but ranks and, on GPUs, devices of their own.
-Every rank receives the rows of its data rank (`batch_sender`). If a rank is dead or hangs, calls
-raise `AuxiliaryModelLostError`, until `restart_if_lost` has started all ranks again.
+Both have the policy's parallel layout (`parallel`), but ranks of their own, and on GPUs devices of
+their own or, with `cluster.colocated_models`, those of the policy's ranks in turn. Every rank
+receives the rows of its data rank (`batch_sender`). If a rank is dead or hangs, calls raise
+`AuxiliaryModelLostError`, until `restart_if_lost` has started all ranks again.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,8 @@ from mega_agentrl.runtime.workers.rank_group import RankActor, RankGroup
 from mega_agentrl.types.activity import track_activity
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from mega_agentrl.config.schema import TrainConfig
@@ -42,6 +45,38 @@ class AuxiliaryGroup(RankGroup):
 
     _is_lost = False
     """Whether a rank died or hangs, so that the remaining ranks are unusable."""
+    _reserve_gpus: Callable[[], AbstractContextManager[object]] = nullcontext
+    _turn: Callable[[str], AbstractContextManager[object]] = nullcontext
+
+    def share_gpus(
+        self,
+        reserve: Callable[[], AbstractContextManager[object]],
+        turn: Callable[[str], AbstractContextManager[object]],
+    ) -> None:
+        """Compute in turn with the policy, on whose GPUs the ranks were launched.
+
+        Args:
+            reserve: Keeps others off the GPUs while the ranks start (`Coordinator.reserve_gpus`).
+            turn: Does so while they run a method (`Coordinator.model_turn`).
+        """
+        self._reserve_gpus, self._turn = reserve, turn
+
+    def start(self) -> None:
+        """Let all ranks join the process groups and build the model."""
+        with self._reserve_gpus():
+            super().start()
+
+    def call_data_ranks(
+        self, method: str, shards: Sequence[tuple[Any, ...]], *args: Any
+    ) -> list[Any]:
+        """Call a method as `RankGroup.call_data_ranks`, with the GPUs."""
+        with self._turn(method):
+            return super().call_data_ranks(method, shards, *args)
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call a method as `RankGroup.call_all`, with the GPUs if it needs them."""
+        with self._turn(method):
+            return super().call_all(method, *args)
 
     def diagnose(self, error: RemoteCallError) -> Exception:
         """Return a `ModelRankDiedError` if a rank is dead or silent, else the error."""

@@ -67,6 +67,8 @@ RANK_OPERATIONS = {
     "abandon_save": RankOperation(),
     "compute_log_probs": RankOperation(label="log-prob pass", needs_gpu=True),
     "compute_prompt_log_probs": RankOperation(),
+    "compute_scores": RankOperation(needs_gpu=True),
+    "compute_values": RankOperation(needs_gpu=True),
     "export_hf": RankOperation(needs_gpu=True),
     "gpu_name": RankOperation(),
     "kernels": RankOperation(),
@@ -85,7 +87,8 @@ RANK_OPERATIONS = {
     "update": RankOperation(needs_gpu=True, changes_weights=True),
     "update_scores": RankOperation(),
 }
-"""All methods of `actor.policy.PolicyRank` that the driver calls by name."""
+"""All methods of the ranks in `actor` that the driver calls by name. The weights that
+`changes_weights` speaks of are the policy's."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,8 +116,9 @@ class PolicyActor(RankActor):
         world_size: int,
         log_file: str,
         heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
+        gpus: str | None = None,
     ) -> None:
-        super().__init__(config, rank, world_size, log_file, heartbeat)
+        super().__init__(config, rank, world_size, log_file, heartbeat, gpus)
         self._policy: Any = None
         self._tcp_store: Any = None
         self._links: dict[str, _RankLink] = {}
@@ -215,10 +219,6 @@ class PolicyGroup(RankGroup):
     log_prefix = "policy"
     actor_class = PolicyActor
 
-    def __init__(self, actors: Sequence[Any], config: TrainConfig) -> None:
-        super().__init__(actors, config)
-        self._visible_gpus: list[str] = []
-
     def start(self) -> None:
         """Start all ranks and load the initial weights."""
         super().start()
@@ -233,16 +233,8 @@ class PolicyGroup(RankGroup):
 
     def gpus_for_engine(self, engine: int) -> str:
         """Return the CUDA names of the GPUs that an engine shares with policy ranks."""
-        if not self._visible_gpus:
-            self._visible_gpus = list(
-                self.gather("GPUs of the policy", self.submit_to_ranks("visible_gpus")).values()
-            )
         size = self._config.engine.tensor_parallel_size
-        return ",".join(filter(None, self._visible_gpus[engine * size : (engine + 1) * size]))
-
-    def set_gpu_resident(self, parts: frozenset[str]) -> None:
-        """Keep `parts` ("weights", "gradients", "optimizer") on the GPUs, and offload the rest."""
-        self.call_all("set_gpu_resident", parts)
+        return ",".join(filter(None, self.visible_gpus()[engine * size : (engine + 1) * size]))
 
     def _call_rank0(self, method: str, *args: Any) -> Any:
         """Call a method of rank 0 alone and wait."""

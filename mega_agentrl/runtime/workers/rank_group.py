@@ -44,7 +44,11 @@ other programs use all cores."""
 
 
 class RankActor:
-    """Process of one rank; `heartbeat` is an endpoint and the rank's name in its heartbeats."""
+    """Process of one rank.
+
+    `heartbeat` is an endpoint and the rank's name in its heartbeats, `gpus` the CUDA names of the
+    GPUs that it shares with another process, None if Ray gives it one.
+    """
 
     def __init__(
         self,
@@ -53,9 +57,12 @@ class RankActor:
         world_size: int,
         log_file: str,
         heartbeat: tuple[HeartbeatEndpoint, str] | None = None,
+        gpus: str | None = None,
     ) -> None:
         redirect_output(Path(log_file))
         use_interface_of(ray.util.get_node_ip_address())
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         # torch reads these variables when it is imported.
         self._num_threads = num_threads_per_rank(config, *_node_slots())
         os.environ["OMP_NUM_THREADS"] = str(self._num_threads)
@@ -143,6 +150,7 @@ class RankGroup:
         self._sender = BatchSender(config)
         self._placement: Placement | None = None
         self._owns_placement = False
+        self._visible_gpus: list[str] = []
         self._heartbeat_monitor: HeartbeatMonitor | None = None
         self._relaunch: Callable[[], None] | None = None
 
@@ -154,6 +162,7 @@ class RankGroup:
         on_gpu: bool,
         log_folder: Path,
         placement: Placement | None = None,
+        host: RankGroup | None = None,
     ) -> Self:
         """Create the actors; `start` then builds the model in them.
 
@@ -162,10 +171,14 @@ class RankGroup:
             on_gpu: Whether the ranks run on GPUs.
             log_folder: Folder for one log file per rank.
             placement: Resources of the ranks, which the caller releases; None reserves them here.
+            host: Group whose ranks these share their GPUs with, each with that of its number; None
+                for GPUs of their own.
         """
         group = cls([], config)
+        if host is not None:
+            placement = host._placement
         group._placement, group._owns_placement = placement, placement is None
-        group._relaunch = partial(group._start_processes, config, on_gpu, log_folder)
+        group._relaunch = partial(group._start_processes, config, on_gpu, log_folder, host)
         group._relaunch()
         return group
 
@@ -177,14 +190,20 @@ class RankGroup:
         self._relaunch()
         self.start()
 
-    def _start_processes(self, config: TrainConfig, on_gpu: bool, log_folder: Path) -> None:
+    def _start_processes(
+        self, config: TrainConfig, on_gpu: bool, log_folder: Path, host: RankGroup | None
+    ) -> None:
         layout = config.parallel
         self._config = config
         if self._placement is None:
             self._placement = Placement(config, on_gpu=on_gpu)
         placement = self._placement
         self._heartbeat_monitor = HeartbeatMonitor(ray.util.get_node_ip_address())
-        remote_class = ray.remote(num_cpus=1, num_gpus=1 if on_gpu else 0)(self.actor_class)
+        is_alone = host is None
+        gpus = [None] * layout.world_size if host is None else host.visible_gpus()
+        remote_class = ray.remote(num_cpus=int(is_alone), num_gpus=int(is_alone and on_gpu))(
+            self.actor_class
+        )
         self._actors = [
             remote_class.options(scheduling_strategy=placement.for_rank(rank)).remote(
                 config,
@@ -192,6 +211,7 @@ class RankGroup:
                 layout.world_size,
                 str(log_folder / f"{self.log_prefix}-rank{rank}.log"),
                 (self._heartbeat_monitor.endpoint, self.rank_name(rank)),
+                gpus[rank],
             )
             for rank in range(layout.world_size)
         ]
@@ -237,6 +257,17 @@ class RankGroup:
         """Call a method of all ranks and wait; return the results in rank order."""
         calls = self.submit_to_ranks("call", method, *args)
         return list(self.gather(f"{self.model_name} {method}", calls).values())
+
+    def visible_gpus(self) -> list[str]:
+        """Return the CUDA names of the GPU of each rank, empty on CPUs."""
+        if not self._visible_gpus:
+            calls = self.submit_to_ranks("visible_gpus")
+            self._visible_gpus = list(self.gather(f"GPUs of the {self.model_name}", calls).values())
+        return self._visible_gpus
+
+    def set_gpu_resident(self, parts: frozenset[str]) -> None:
+        """Keep `parts` ("weights", "gradients", "optimizer") on the GPUs, and offload the rest."""
+        self.call_all("set_gpu_resident", parts)
 
     def start_save(self, folder: Path) -> CheckpointManifest:
         """Let the ranks of a trained model copy their state and start to write it to a folder."""

@@ -54,6 +54,14 @@ def test_asynchronous_rollouts_are_refused():
     assert refused_setting(check_colocation, made) == ("rollout.max_staleness", 1)
 
 
+def test_there_must_be_a_model_to_share_the_policys_gpus_with():
+    made = configured(1, 1, colocated=False)
+    made.cluster.colocated_models = True
+    assert refused_setting(check_colocation, made) == ("cluster.colocated_models", True)
+    made.algo.advantage = "gae"
+    check_colocation(made)
+
+
 def test_tensor_groups_and_engines_do_not_span_machines():
     assert min_ranks_per_node(configured(1, 8, tensor=2, data=4)) == 8
     assert min_ranks_per_node(configured(4, 2, tensor=8)) == 8

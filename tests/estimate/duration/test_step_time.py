@@ -102,6 +102,19 @@ def test_a_reference_takes_a_pass_and_a_critic_makes_the_policy_wait():
     assert with_critic.policy_idle > with_reference.policy_idle
 
 
+def test_a_critic_on_the_policys_gpus_saves_its_own_and_moves_both_states():
+    config = run()
+    config.algo.advantage = "gae"
+    apart = step_of(config, of=LONG)
+    config.cluster.colocated_models = True
+    shared = step_of(config, of=LONG)
+    by_hand = 2 * 2 * 32.76e9 / 4 * (2 + 12 / 8) / H100.host_link
+    assert shared.offload_s == pytest.approx(by_hand, rel=0.01)
+    assert shared.total_s == pytest.approx(apart.total_s + by_hand, rel=0.01)
+    assert shared.num_gpus == apart.num_gpus - config.parallel.world_size
+    assert shared.policy_idle < apart.policy_idle
+
+
 def suggestions(config, of=LONG):
     shape = released("qwen3-32b")
     return suggest_balance(config, shape, DeviceSpec(), H100, of, check_of(shape), imbalance=1.0)

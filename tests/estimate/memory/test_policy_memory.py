@@ -94,10 +94,10 @@ def test_on_shared_gpus_the_peak_is_that_of_learning_or_of_the_transfer():
     config.cluster.colocated = True
     (shared,) = estimate_policy_memory(config, shape, DeviceSpec())
     engine, buckets = estimate_engine_memory(config, shape, DeviceSpec()), 2 * 64 * 2**20
-    assert shared.sleeping_engine == engine.sleeping_bytes == 2 * GIB + buckets
+    assert shared.sleeping_engine == engine.sleeping_bytes == 3 * GIB + buckets, "graphs, too"
     assert shared.peak == alone.peak + shared.sleeping_engine + buckets
     assert shared.colocated_transfer_peak == (
-        (shared.weights + buckets + 3 * GIB) + (engine.weights + engine.transfer + 2 * GIB)
+        (shared.weights + buckets + 3 * GIB) + (engine.weights + engine.transfer + 3 * GIB)
     )
     assert shared.pinned_host == shared.weights + shared.optimizer
     config.weight_sync.bucket_mib = 8 * 1024
@@ -128,6 +128,29 @@ def test_the_critic_is_a_policy_without_its_head_reference_and_transfer():
         assert other.head_workspace == other.transfer_buckets == 0
         assert other.reference_staging == other.pinned_host == 0
         assert other.peak <= memory.peak
+
+
+def test_models_on_the_same_gpus_keep_their_runtime_there_and_their_state_on_the_host():
+    config, shape = configured(tensor=4), released("qwen2.5-7b")
+    config.algo.advantage = "gae"
+    (alone,) = estimate_policy_memory(config, shape, DeviceSpec())
+    (critic_alone,) = estimate_critic_memory(config, shape, DeviceSpec())
+    config.cluster.colocated_models = True
+    (policy,) = estimate_policy_memory(config, shape, DeviceSpec())
+    (critic,) = estimate_critic_memory(config, shape, DeviceSpec())
+    assert policy.peak == alone.peak + 3 * GIB
+    assert policy.pinned_host == policy.weights + policy.optimizer
+    assert critic.peak == critic_alone.peak + 3 * GIB + policy.transfer_buckets
+    assert critic.pinned_host == critic.weights + critic.optimizer
+    assert critic.sleeping_engine == 0
+    config.cluster.colocated = True
+    (critic,) = estimate_critic_memory(config, shape, DeviceSpec())
+    assert critic.sleeping_engine > 0
+    engine = estimate_engine_memory(config, shape, DeviceSpec())
+    config.cluster.colocated_models = False
+    assert engine.colocated_policy == (
+        estimate_engine_memory(config, shape, DeviceSpec()).colocated_policy + 3 * GIB
+    )
 
 
 def test_an_evaluation_alone_has_no_critic():

@@ -7,7 +7,12 @@ import threading
 
 import pytest
 
-from mega_agentrl.runtime.workers.gpu_time_sharing import GpuOwner, GpuTimeSharing
+from mega_agentrl.runtime.workers.gpu_time_sharing import (
+    ALL_STATE,
+    GpuOwner,
+    GpuTimeSharing,
+    ModelTurns,
+)
 
 
 class CallFailedError(RuntimeError):
@@ -37,9 +42,13 @@ class Side:
 
 def sides(**fails):
     calls = []
-    return calls, GpuTimeSharing(
-        Side(calls, fails.get("policy", ())), Side(calls, fails.get("engines", ()))
-    )
+    policy = Side(calls, fails.get("policy", ()))
+    return calls, GpuTimeSharing(ModelTurns(policy), Side(calls, fails.get("engines", ())))
+
+
+def load_policy(gpu_time_sharing):
+    gpu_time_sharing.acquire_for_models()
+    gpu_time_sharing._models.set_gpu_resident(ALL_STATE)
 
 
 SEND = ["policy weights", "wake weights [0, 1]", "policy nothing", "wake cache [0, 1]"]
@@ -48,13 +57,13 @@ SEND = ["policy weights", "wake weights [0, 1]", "policy nothing", "wake cache [
 def test_gpus_go_to_the_engines_and_back_in_a_training_step():
     calls, gpu_time_sharing = sides()
     assert gpu_time_sharing.owner is GpuOwner.policy
-    gpu_time_sharing.acquire_for_policy()
+    load_policy(gpu_time_sharing)
     assert calls == []
     gpu_time_sharing.acquire_for_transfer([0, 1])
     gpu_time_sharing.release_to_engines([0, 1])
     assert calls == SEND
     assert gpu_time_sharing.owner is GpuOwner.engines
-    gpu_time_sharing.acquire_for_policy()
+    load_policy(gpu_time_sharing)
     assert calls[4:] == ["sleep", "policy gradients+optimizer+weights"]
 
 
@@ -82,7 +91,7 @@ def test_restarted_transfer_includes_the_replaced_engine():
 def test_policy_that_died_in_a_transfer_reclaims_the_gpus():
     calls, gpu_time_sharing = sides(policy=["policy nothing"])
     gpu_time_sharing.acquire_for_transfer([0])
-    gpu_time_sharing.reclaim_for_policy_restart()
+    gpu_time_sharing.acquire_for_models()
     assert calls[-1] == "sleep"
     assert gpu_time_sharing.owner is GpuOwner.policy
     gpu_time_sharing.acquire_for_transfer([0])
@@ -98,7 +107,7 @@ def test_engines_that_fail_to_sleep_keep_the_gpus():
     gpu_time_sharing.acquire_for_transfer([0])
     gpu_time_sharing.release_to_engines([0])
     with pytest.raises(CallFailedError):
-        gpu_time_sharing.acquire_for_policy()
+        load_policy(gpu_time_sharing)
     assert gpu_time_sharing.owner is GpuOwner.engines
     assert "policy gradients+optimizer+weights" not in calls
 
@@ -107,7 +116,7 @@ def test_policy_and_engine_start_wait_for_each_other():
     calls, gpu_time_sharing = sides()
     gpu_time_sharing.offload_policy()
     started = threading.Event()
-    loading = threading.Thread(target=gpu_time_sharing.acquire_for_policy)
+    loading = threading.Thread(target=load_policy, args=(gpu_time_sharing,))
     with gpu_time_sharing.reserve_for_engine_start():
         loading.start()
         started.wait(0.2)

@@ -179,6 +179,21 @@ def test_rank_that_rays_memory_monitor_killed_is_named_though_its_peer_failed_fi
     assert pop_all(RAY_MEMORY_KILLS) == ["echo model rank 1"]
 
 
+def test_ranks_can_share_the_gpus_of_another_models_ranks(group, tmp_path, monkeypatch):
+    monkeypatch.setattr(group, "visible_gpus", lambda: ["4", "5"])
+    # With GPUs of its own it would never start on this machine.
+    guest = EchoGroup.launch(group._config, on_gpu=True, log_folder=tmp_path, host=group)
+    try:
+        guest.start()
+        name = "CUDA_VISIBLE_DEVICES"
+        answers = guest.gather("env", guest.submit_to_ranks("environment", name))
+        assert list(answers.values()) == ["4", "5"]
+    finally:
+        guest.close()
+    answers = group.gather("talk", group.submit_to_ranks("say", "a"))
+    assert list(answers.values()) == ["0: a", "1: a"], "its placement is that of the host"
+
+
 @pytest.mark.extended
 def test_a_given_placement_survives_restart_and_close(ray_local, tmp_path):
     config = TrainConfig(cluster=ClusterConfig(call_timeout_s=300.0))
