@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -93,7 +94,7 @@ def read_sharded_state(
     values = mcore_to_pyt_state_dict(by_key, True)
     object_keys = {one.unique_key for one in state.values() if isinstance(one, ShardedObject)}
     tensors = [one for one in state.values() if isinstance(one, ShardedTensor)]
-    _load(values, folder, object_keys, tensors)
+    _load(values, folder, object_keys, tensors, no_dist=dist.get_world_size() == 1)
     return {names[key][0]: values[key][0] for key in object_keys}
 
 
