@@ -32,11 +32,14 @@ from tests.tiny_models import make_tiny_model
 pytestmark = pytest.mark.gpu
 BUCKET_BYTES = 20_000
 PLACES = [
-    pytest.param([0], [0], marks=needs_gpus(1), id="ipc"),
-    pytest.param([0, 0], [0, 0], marks=needs_gpus(1), id="ipc-two-on-each-side"),
-    pytest.param([0], [1], marks=needs_gpus(2), id="nccl"),
-    pytest.param([0, 1], [0, 1], marks=needs_gpus(2), id="both"),
-    pytest.param([0, 1], [2, 3], marks=needs_gpus(4), id="nccl-four"),
+    pytest.param([0], [0], "", marks=needs_gpus(1), id="ipc"),
+    pytest.param(
+        [0], [0], "expandable_segments:True", marks=needs_gpus(1), id="ipc-expandable-segments"
+    ),
+    pytest.param([0, 0], [0, 0], "", marks=needs_gpus(1), id="ipc-two-on-each-side"),
+    pytest.param([0], [1], "", marks=needs_gpus(2), id="nccl"),
+    pytest.param([0, 1], [0, 1], "", marks=needs_gpus(2), id="both"),
+    pytest.param([0, 1], [2, 3], "", marks=needs_gpus(4), id="nccl-four"),
 ]
 
 
@@ -50,11 +53,16 @@ class Sides:
     rollout_ranks: list
     names: list
     dtype: str
+    allocator: str
+    """Settings of torch's allocator; empty for its defaults."""
 
     def connect(self) -> None:
         everyone = range(len(self.devices))
         locations = rank_locations(
-            [self.group.ask(r, transfer_jobs.take_device, self.devices[r]) for r in everyone]
+            [
+                self.group.ask(r, transfer_jobs.take_device, self.devices[r], self.allocator)
+                for r in everyone
+            ]
         )
         self.regions = collect_regions(self.rollout_ranks)
         self.verifier = DigestVerifier(self.sources, self.regions)
@@ -96,8 +104,8 @@ def folders(tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("trainers", "engines"), PLACES)
-def test_the_bits_received_are_those_sent(folders, trainers, engines, dtype):
+@pytest.mark.parametrize(("trainers", "engines", "allocator"), PLACES)
+def test_the_bits_received_are_those_sent(folders, trainers, engines, allocator, dtype):
     shape = ModelShape.from_folder(folders[0])
     layouts = engine_layouts(shape, len(engines))
     with ranks(len(trainers) + len(engines)) as group:
@@ -108,6 +116,7 @@ def test_the_bits_received_are_those_sent(folders, trainers, engines, dtype):
             rollout_ranks=layouts,
             names=list(hf_shapes(shape)),
             dtype=dtype,
+            allocator=allocator,
         )
         sides.connect()
         for version in range(1, 5):

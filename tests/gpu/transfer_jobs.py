@@ -62,8 +62,10 @@ def make_session(
     )
 
 
-def take_device(rank_state: RankState, number: int) -> Any:
-    """Set the CUDA device of this rank and return its location."""
+def take_device(rank_state: RankState, number: int, allocator: str = "") -> Any:
+    """Set the allocator and the CUDA device of this rank and return its location."""
+    if allocator:
+        torch._C._accelerator_setAllocatorSettings(allocator)
     torch.cuda.set_device(number)
     return current_device_location()
 
