@@ -1,9 +1,9 @@
 """Save a run every few steps, at its end and at a signal.
 
 The ranks copy their state, and write it while the next steps run; `PendingCheckpoint` is committed
-at the first boundary at which they are done, before the next save, and before the run ends. Until
-then the previous checkpoint is the newest. A save that fails is one line, and repeated at the next
-boundary; if it fails again, the run ends with the error.
+when they are done: looked at after the rollouts of a step and at its end, before the next save, and
+before the run ends. Until then the previous checkpoint is the newest. A save that fails is one
+line, and repeated at the next boundary; if it fails again, the run ends with the error.
 
 A boundary is the state between two steps, in which policy, controllers, prompts and the data of the
 summary belong together. It is recorded right after each step, while signals are still deferred, so
@@ -186,16 +186,20 @@ class CheckpointManager:
         """
         self._record_boundary(step, controllers)
         self._is_saved = False
-        if self._pending is not None:
-            with self._logger.phase_timer.phase("save"), self._survive_failed_save():
-                if self._pending.commit_if_written():
-                    self._on_committed()
+        self.commit_if_written()
         every = self._config.save_every_steps
         is_due = step == self._config.total_steps or (every and step % every == 0)
         if is_due or self._num_failed_saves:
             with self._logger.phase_timer.phase("save"):
                 self._save()
         self._logger.finish_step()
+
+    def commit_if_written(self) -> None:
+        """Commit the pending checkpoint, if there is one and its ranks are done."""
+        if self._pending is not None:
+            with self._logger.phase_timer.phase("save"), self._survive_failed_save():
+                if self._pending.commit_if_written():
+                    self._on_committed()
 
     def finish(self) -> None:
         """Wait for the last checkpoint, at the end of the run."""

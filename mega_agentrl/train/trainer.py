@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from mega_agentrl.config.schema import TrainConfig
-    from mega_agentrl.rollout.io.tree_store import TreeStore
     from mega_agentrl.train.controllers import Controllers
     from mega_agentrl.types.batch import TrainBatch
     from mega_agentrl.types.components import Components
@@ -76,6 +75,8 @@ class Trainer:
     """Stops the run if most trajectories fail."""
     signal_handler: SignalHandler
     """Interrupts a step only inside `_interruptible`, if the caller defers signals."""
+    commit_checkpoint: Callable[[], None]
+    """Commits a checkpoint that the ranks have written while the rollouts ran."""
     images: ImageLoader | None = None
     """Loads the images of the trees to train on; None for a model of text."""
 
@@ -84,6 +85,7 @@ class Trainer:
         rollouts = self._interruptible("rollout", self.rollouts.collect, step)
         self.profiler.start(step)
         batch = self._interruptible("rollout", self._pack, rollouts.trees)
+        self.commit_checkpoint()
         if has_rewards := self.rewards.are_known(rollouts):
             batch = self._interruptible("reward", self.rewards.resolve, rollouts, batch)
             batch = self.algorithm.select_rows_to_score(batch)
@@ -131,10 +133,7 @@ def open_trainer(
     config: TrainConfig,
     logger: RunLogger,
     controllers: Controllers,
-    *,
-    signal_handler: SignalHandler | None = None,
-    num_done: int = 0,
-    tree_store: TreeStore | None = None,
+    checkpoints: CheckpointManager | None = None,
 ) -> Iterator[Trainer]:
     """Yield the trainer of the remaining steps; cancel unused rollouts on exit.
 
@@ -143,15 +142,18 @@ def open_trainer(
         config: Settings of the run.
         logger: Logs the steps; its `phase_timer` times their phases.
         controllers: State of the algorithm before the first of these steps.
-        signal_handler: Handler whose `defer_signals` the caller runs each step in; signals then
-            interrupt the step only before its update. None if signals are not handled.
-        num_done: Number of finished RL steps.
-        tree_store: Keeps finished trees until a checkpoint includes them.
+        checkpoints: Has the finished steps, their trees, and the signal handler whose
+            `defer_signals` the caller runs each step in, so that signals interrupt it only before
+            its update. None for steps that are not saved.
     """
-    signal_handler = signal_handler or SignalHandler()
+    signal_handler = SignalHandler() if checkpoints is None else checkpoints.signal_handler
     algorithm = Algorithm(components, config, controllers)
     with open_rollout_scheduler(
-        components, config, signal_handler, num_done=num_done, tree_store=tree_store
+        components,
+        config,
+        signal_handler,
+        num_done=0 if checkpoints is None else checkpoints.step,
+        tree_store=None if checkpoints is None else checkpoints.tree_store,
     ) as rollouts:
         yield Trainer(
             rollouts=rollouts,
@@ -163,6 +165,9 @@ def open_trainer(
             logger=logger,
             signal_handler=signal_handler,
             images=components.images,
+            commit_checkpoint=(
+                (lambda: None) if checkpoints is None else checkpoints.commit_if_written
+            ),
         )
 
 
@@ -237,15 +242,7 @@ def run_rl_steps(
     controllers = checkpoints.controllers or bootstrap_controllers(components, config, logger)
     with (
         logger.stage("RL", config.total_steps, num_done=checkpoints.step),
-        open_trainer(
-            components,
-            config,
-            logger,
-            controllers,
-            signal_handler=checkpoints.signal_handler,
-            num_done=checkpoints.step,
-            tree_store=checkpoints.tree_store,
-        ) as trainer,
+        open_trainer(components, config, logger, controllers, checkpoints) as trainer,
     ):
         for step in range(checkpoints.step + 1, config.total_steps + 1):
             if components.validation_prompts and checkpoints.is_validation_due:

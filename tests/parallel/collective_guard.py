@@ -19,6 +19,7 @@ import mega_agentrl
 from mega_agentrl.actor.megatron_model import RankInfo
 from mega_agentrl.actor.parallel import process_groups
 from mega_agentrl.actor.policy import PolicyRank
+from tests.actor.rank_saves import save_checkpoint
 from tests.rank_shards import score, update
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def run_guarded(
         policy.load_hf(config.model.path)
         score(policy, "compute_log_probs", batch)
         update(policy, batch, None, 1e-3)
-        policy.save_checkpoint(str(folder / "saved"), None)
+        save_checkpoint(policy, folder / "saved")
         policy.load_checkpoint(str(folder / "saved"))
         policy.export_hf(str(folder / "exported"))
         policy.close()

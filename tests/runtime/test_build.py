@@ -178,8 +178,9 @@ def test_gpus_are_shared_only_if_colocated(config, monkeypatch, tmp_path, coloca
     monkeypatch.setattr(module, "Coordinator", coordinate)
     with ExitStack() as stack:
         module._start_policy_and_engines(start_of(config, stack, tmp_path), None)
-    ((*parts, gpus),) = coordinated
+    ((*parts, models, gpus),) = coordinated
     assert parts == [*groups, weight_sync]
+    assert models._model is groups[0]
     assert isinstance(gpus, GpuTimeSharing) is colocated
     assert (tmp_path / "logs" / "weights.txt").read_text() == "0 bytes\n"
     assert "the policy computes with: attention torch" in capsys.readouterr().out

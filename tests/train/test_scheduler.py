@@ -310,7 +310,7 @@ def prompts_of(found):
 def test_finished_rollouts_of_a_killed_run_are_used_again(config, tmp_path):
     made = interruptible_config(config, tmp_path, warm=False, ares=False, staleness=1, save_every=1)
     with pytest.raises(Killed):
-        start(made, Moments(("updated", 2), die))
+        start(made, Moments(("updated", 3), die))
     start(made, Moments())
     _, second, _ = metric_lines(tmp_path, "rl")
     assert second["rollout/num_groups_restored"] == 3

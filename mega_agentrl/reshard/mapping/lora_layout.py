@@ -20,7 +20,7 @@ from mega_agentrl.reshard.layout import Block, Rect, ShardLayout
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
-_ADAPTED = re.compile(r"(?P<module>.*\blayers\.\d+\.(?:\w+\.)*(?P<target>\w+_proj))\.weight")
+_ADAPTED = re.compile(r"(?!(?:model\.)?visual\.)(?P<module>.+\.(?P<target>\w+_proj))\.weight")
 _ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
 _MEGATRON_ADAPTER = re.compile(
     r".*\.linear_(?P<kind>qkv|proj|fc1|fc2)\.lora\.\w+\.(?P<factor>[AB])"

@@ -140,13 +140,13 @@ def test_sft_loss_is_the_mean_negative_log_prob(batch):
 
 
 def test_fields_that_a_batch_lacks_are_named(batch):
-    bare = dataclasses.replace(batch, old_logp_BT=None, ref_logp_BT=None)
+    bare = dataclasses.replace(batch, old_logp_BT=None, advantage_BT=None, ref_logp_BT=None)
     with pytest.raises(InputError) as caught:
         policy_objective(AlgoConfig(), bare)
-    assert caught.value.got == ["old_logp_BT"]
+    assert caught.value.got == ["advantage_BT"], "the first step of an update needs no old_logp_BT"
     with pytest.raises(InputError) as caught:
         policy_objective(AlgoConfig(), bare, torch.ones(batch.mask_BT.shape))
-    assert caught.value.got == ["old_logp_BT", "ref_logp_BT"]
+    assert caught.value.got == ["advantage_BT", "ref_logp_BT"]
 
 
 @pytest.mark.parametrize("corrected", [False, True])
