@@ -212,18 +212,7 @@ def _estimate_stage_memory(
         runtime = CPU_LIBRARIES_BYTES
     reference = config.algo.needs_reference and trains
     gradients, optimizer = (state.gradients, state.optimizer) if trains else (0, 0)
-    pinned_host = state.host_copy_bytes if reference else 0
-    sleeping_engine = transfer_peak = offloaded_models = 0
-    if config.cluster.colocated_models and device.is_gpu:
-        offloaded_models = len(config.auxiliary_models) * device.policy_runtime_bytes
-    if config.cluster.colocated and device.is_gpu:
-        engine = estimate_engine_memory(config, shape, device)
-        sleeping_engine = engine.sleeping_bytes
-        transfer_peak = state.weights + state.merged_weights + 2 * bucket + runtime
-        transfer_peak += engine.loading_bytes + offloaded_models
-    if (config.cluster.colocated or config.cluster.colocated_models) and device.is_gpu:
-        pinned_host += state.weights + optimizer
-    return PolicyMemory(
+    memory = PolicyMemory(
         stage=stage,
         num_parameters=state.num_parameters,
         weights=state.weights,
@@ -239,17 +228,37 @@ def _estimate_stage_memory(
             min(_REFERENCE_CHUNK_BYTES, state.reference_weights) if reference else 0
         ),
         runtime=runtime,
-        pinned_host=pinned_host,
+        pinned_host=state.host_copy_bytes if reference else 0,
         checkpoint_copy=state.checkpoint if trains and not device.is_gpu else 0,
         pinned_checkpoint=pinned_bytes(state.checkpoint) if trains and device.is_gpu else 0,
-        sleeping_engine=sleeping_engine,
-        offloaded_models=offloaded_models,
-        colocated_transfer_peak=transfer_peak,
         vision_activations=(
             _vision_activations(config, shape, stage, bounds, kernels, frozen=frozen)
             if trains
             else 0
         ),
+    )
+    return _with_others_on_gpu(memory, config, shape, device) if device.is_gpu else memory
+
+
+def _with_others_on_gpu(
+    memory: PolicyMemory, config: TrainConfig, shape: ModelShape, device: DeviceSpec
+) -> PolicyMemory:
+    """Return the memory of a rank with what an engine and other models on its GPU keep there."""
+    has_engine, has_models = config.cluster.colocated, config.cluster.colocated_models
+    if has_engine or has_models:
+        offloaded = memory.weights + memory.optimizer
+        memory = replace(memory, pinned_host=memory.pinned_host + offloaded)
+    if has_models:
+        runtimes = len(config.auxiliary_models) * device.policy_runtime_bytes
+        memory = replace(memory, offloaded_models=runtimes)
+    if not has_engine:
+        return memory
+    engine = estimate_engine_memory(config, shape, device)
+    sent = memory.weights + memory.transfer_buckets + memory.runtime + memory.offloaded_models
+    return replace(
+        memory,
+        sleeping_engine=engine.sleeping_bytes,
+        colocated_transfer_peak=sent + engine.loading_bytes,
     )
 
 

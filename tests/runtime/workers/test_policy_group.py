@@ -160,6 +160,10 @@ def test_colocated_engine_gets_the_gpus_of_its_ranks(group):
 
 @pytest.mark.extended
 def test_operations_are_methods_of_the_rank():
-    from mega_agentrl.actor.policy import PolicyRank  # imports Megatron
+    # They import Megatron.
+    from mega_agentrl.actor.critic import CriticRank
+    from mega_agentrl.actor.policy import PolicyRank
+    from mega_agentrl.actor.reward_model import RewardModelRank
 
-    assert set(RANK_OPERATIONS) <= set(dir(PolicyRank))
+    methods = {*dir(PolicyRank), *dir(CriticRank), *dir(RewardModelRank)}
+    assert set(RANK_OPERATIONS) <= methods
