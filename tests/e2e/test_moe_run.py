@@ -35,6 +35,7 @@ def train(assets, run_dir, *overrides):
         "sft.lr=0",
         "optim.lr=0",
         "optim.num_minibatches=2",
+        "algo.entropy_coef=0.001",  # so that groups with equal rewards are trained on, too
         "data.prompts_per_step=8",
         "evaluate.num_questions=4",
         "evaluate.num_samples=1",
