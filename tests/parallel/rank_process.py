@@ -30,6 +30,7 @@ def answer(name: str, rank_info: dict[str, Any], arguments: tuple[Any, ...]) -> 
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        torch.use_deterministic_algorithms(False)  # a job of a deterministic run switches it on
         gc.collect()  # networks are cyclic, and each keeps some twenty groups of threads alive
     return "", result
 

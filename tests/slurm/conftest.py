@@ -79,9 +79,13 @@ class Jobs:
         return code, self.output.read_text()
 
     def left_over(self):
-        """Return pid and command of the jobs' live processes, and their folders."""
+        """Return pid and command of the jobs' live processes, and their folders.
+
+        Compiled kernels are kept for the next job (`slurm/env.sh`).
+        """
         processes = [(pid, command) for pid, _, command, _ in live_processes(self.marker)]
-        return processes + [str(path) for path in Path(self.marker).iterdir()]
+        folders = [str(path) for path in Path(self.marker).iterdir()]
+        return processes + [path for path in folders if "/mega_agentrl-kernels-" not in path]
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from mega_agentrl.config.sections.algo import AlgoConfig
 from mega_agentrl.config.sections.policy import SftConfig
 from mega_agentrl.rollout.io.tree_file import read_trees
 from mega_agentrl.runtime.remote_calls import PolicyRankDiedError
+from mega_agentrl.train.resume import run_state
 from mega_agentrl.train.signals import RunInterrupted, SignalHandler
 from mega_agentrl.train.trainer import train, train_with_restarts
 from tests.train.metric_lines import metric_lines
@@ -261,3 +262,17 @@ def test_a_run_without_steps_is_evaluated_once_whatever_is_left_out(components, 
     reward = train(components, config)
     assert [line["stage"] for line in metric_lines(components.run_dir)] == ["held_out_before"]
     assert summary_of(config)["reward_after"] == reward
+
+
+def test_a_checkpoint_that_was_written_during_the_rollouts_counts_before_the_update(
+    components, config
+):
+    config.save_every_steps, found, update = 1, [], components.policy.update
+
+    def note(*args):
+        found.append([path.name for path in run_state.valid_checkpoints(components.run_dir)])
+        return update(*args)
+
+    components.policy.update = note
+    train(components, config)
+    assert found == [[], ["step-000001"]]
