@@ -105,9 +105,9 @@ class OldLogProbs(Choice):
     """Log-probs that the ratios of a loss are taken to."""
 
     policy = "policy"
-    """Those of the policy at the start of the update."""
+    """Log-probs of the policy at the start of the update."""
     engine = "engine"
-    """Those that the tokens were sampled with; the ratios then also correct for the difference
+    """Log-probs that the tokens were sampled with; the ratios then also correct for the difference
     between engine and policy, and for older weights."""
 
 

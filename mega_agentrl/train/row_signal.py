@@ -1,4 +1,6 @@
-"""Which rows of a batch can change the policy: the others are neither scored nor trained on.
+"""Finds the rows of a batch that can change the policy.
+
+The others are neither scored nor trained on.
 
 Where the loss of a token has the advantage as a factor (`LossTraits.is_zero_without_advantage`) and
 neither a KL term nor an entropy bonus, a row whose advantages are all 0 has the loss 0 and the

@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +29,7 @@ from mega_agentrl.generator.entropy_tap import (
 )
 from mega_agentrl.numerics.exact_sums import FixedPointRows, exact_matmul
 from tests.generator.tap_cases import CHECKS, V2Sampler, step_of
-
-ROOT = Path(__file__).parents[2]
+from tests.triton_interpreter import run_in_interpreter
 
 
 def test_two_equal_tokens_have_entropy_log_2_at_any_temperature():
@@ -132,13 +127,8 @@ def test_requests_without_log_probs_are_sampled_as_without_the_tap():
 @pytest.mark.extended
 def test_the_kernel_passes_its_checks_in_tritons_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/generator/tap_cases.py")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    passed = [line for line in done.stdout.split("\n") if line.endswith(" passed")]
+    lines = run_in_interpreter("tests/generator/tap_cases.py")
+    passed = [line for line in lines if line.endswith(" passed")]
     assert passed == [f"{check.__name__} passed" for check in CHECKS]
 
 

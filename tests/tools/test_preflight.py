@@ -29,7 +29,7 @@ RECIPES = {
     "ares_7b": ("qwen2.5-vl-7b", 8),
 }
 GIVEN = ("data.train=a", "data.validation=b", "tool.search.source=http://search")
-"""What the recipes of published runs require."""
+"""Settings that the recipes of published runs require."""
 
 
 def run(recipe, *arguments, capsys):

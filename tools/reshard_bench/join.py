@@ -35,7 +35,7 @@ _ROW_BYTES = 16
 
 
 class JoinCost(NamedTuple):
-    """What it takes until all ranks are connected."""
+    """Seconds and connections until all ranks are connected."""
 
     wall_s: float
     num_connections: int

@@ -120,7 +120,7 @@ class CheckpointWriter:
 
 @dataclass(slots=True, kw_only=True)
 class _WriteJob:
-    """What the thread of one save works on."""
+    """Writes the files of one save, in a thread."""
 
     folder: Path
     rank: int

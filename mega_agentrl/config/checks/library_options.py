@@ -35,7 +35,7 @@ class LibraryOptions:
 
     @property
     def owners(self) -> dict[str, str]:
-        """What to give in place of each field that is not the user's, by field."""
+        """Expected values in errors, by name of the fields that are not the user's."""
         return {
             name: f"{setting} in its place, which sets it"
             for setting, names in self.settings.items()

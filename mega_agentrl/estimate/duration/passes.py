@@ -125,7 +125,7 @@ def batch_tokens(config: TrainConfig, workload: Workload, *, trains: bool) -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyModel:
-    """What determines the duration of the policy's passes."""
+    """Predicts the FLOPs and seconds of the policy's passes over a step's batch."""
 
     config: TrainConfig
     shape: ModelShape

@@ -69,7 +69,7 @@ class RolloutTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
-    """What determines the duration of an engine's step."""
+    """Predicts the seconds of an engine's steps, and how many requests decode at once."""
 
     config: TrainConfig
     shape: ModelShape

@@ -19,7 +19,7 @@ from mega_agentrl.reshard.topology import LinkSpeeds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpeeds:
-    """What one device, its links and its share of the host do in a second."""
+    """Speeds of one device, of its links and of its share of the host."""
 
     peak_flops: float
     """Dense bfloat16 FLOP/s (`estimate.flops`)."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,10 +29,10 @@ from tests.actor.circles import mark_extended
 from tests.config.refusals import refused_setting
 from tests.rank_shards import pack_rows
 from tests.tree_batches import make_tree_batch, paths_of, tree_params, tree_shapes
+from tests.triton_interpreter import run_in_interpreter
 
 triton = pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[3]
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -113,14 +112,7 @@ CASES = {
 )
 def test_the_kernels_pass_their_checks_in_the_interpreter(case):
     dtype, checks = CASES[case]
-    script = "tests/actor/model/tree_attention_cases.py"
-    command = [sys.executable, "-W", "ignore", script, dtype, *checks]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    environment["OMP_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in_interpreter("tests/actor/model/tree_attention_cases.py", dtype, *checks)
 
 
 def compiled(kernel, width, num_stages):

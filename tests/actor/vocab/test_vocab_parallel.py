@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,8 +15,7 @@ from mega_agentrl.actor.vocab.vocab_parallel import (
 from mega_agentrl.errors import InputError
 from mega_agentrl.runtime.free_port import free_port
 from tests.actor.vocab.vocab_rank import RANK_CHECKS, run_checks
-
-ROOT = Path(__file__).parents[3]
+from tests.triton_interpreter import run_in_interpreter
 
 
 def whole(num_valid, scratch_bytes=100, **fields):
@@ -48,14 +42,9 @@ def test_two_tensor_ranks_pass_all_checks(rank_pool):
 )
 def test_two_tensor_ranks_pass_all_checks_with_triton(scope):
     """The interpreter is chosen before the kernels are imported: in a process of its own."""
-    script = str(ROOT / "tests/actor/vocab/vocab_rank.py")
     checks = ["check_exchanges"] if scope == "exchanges" else list(RANK_CHECKS)
-    command = [sys.executable, "-W", "ignore", script, "triton", "2", str(free_port()), *checks]
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = ["triton", "2", str(free_port()), *checks]
+    run_in_interpreter("tests/actor/vocab/vocab_rank.py", *arguments)
 
 
 def test_log_probs_and_entropies_of_two_tokens_are_those_worked_out_by_hand():

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from mega_agentrl.reshard.verify.copy_table import MatrixCopy
 from tests.reshard.verify.copy_cases import CHECKS, GPU_CHECKS
-
-ROOT = Path(__file__).parents[3]
+from tests.triton_interpreter import run_in_interpreter
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -23,13 +17,8 @@ def test_the_loop_for_cpus_passes_the_checks_of_every_kernel(check):
 @pytest.mark.extended
 def test_the_triton_kernel_passes_the_checks_in_its_interpreter():
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/reshard/verify/copy_cases.py")]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert done.stdout.split("\n")[:-1] == [f"{check.__name__} passed" for check in GPU_CHECKS]
+    lines = run_in_interpreter("tests/reshard/verify/copy_cases.py")
+    assert lines == [f"{check.__name__} passed" for check in GPU_CHECKS]
 
 
 def test_the_triton_kernel_compiles_for_hopper(monkeypatch, tmp_path):
