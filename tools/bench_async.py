@@ -141,7 +141,10 @@ def compare(ours: list[dict[str, Any]], baseline: list[dict[str, Any]]) -> list[
     ]
     for case, (unit, name) in METRICS.items():
         reduce = max if case.endswith("/max") else fmean
-        lines.append(line(case, unit, *(reduce(step[name] for step in side) for side in sides)))
+        # A step in which no group has a signal has no mismatch.
+        by_side = [[step[name] for step in side if name in step] for side in sides]
+        if all(by_side):
+            lines.append(line(case, unit, *map(reduce, by_side)))
     return lines
 
 

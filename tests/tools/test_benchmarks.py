@@ -140,6 +140,16 @@ def steps(rollout_s, update_s, stale):
     ]
 
 
+def test_async_lines_leave_out_what_no_step_has():
+    ours, baseline = steps(1.0, 3.0, 1), steps(3.0, 3.0, 0)
+    del ours[0]["mismatch/logp_mean_abs"]
+    for step in baseline:
+        del step["mismatch/ess"]
+    lines = {line["case"]: line for line in bench_async.compare(ours, baseline)}
+    assert lines["mismatch/mean"]["ours"] == pytest.approx(0.01)
+    assert "mismatch/ess" not in lines
+
+
 def test_async_lines_compare_times_and_waiting():
     lines = {
         line["case"]: (line["ours"], line["baseline"])
