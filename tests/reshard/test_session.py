@@ -27,7 +27,7 @@ from tests.reshard.fake_trainer import FakeTrainer
 from tests.reshard.faults import Fault, cut
 from tests.reshard.rollout_cuts import rollout_layout
 from tests.tiny_models import make_tiny_model
-from tools.reshard_bench.join import make_plan, num_connections
+from tools.reshard_bench.join import established_connections, make_plan
 from tools.simulate_reshard import count_store_requests
 
 DEADLINE_S = 300.0
@@ -214,7 +214,7 @@ def test_a_join_connects_the_pairs_of_the_plan_and_has_one_barrier():
     session = TransferSession(
         address="127.0.0.1", port=1, key="link", plan=plan, timeout_s=DEADLINE_S
     )
-    store, num_before = CountingStore(), num_connections()
+    store, before = CountingStore(), established_connections()
     with ThreadPoolExecutor(plan.world_size) as pool:
         executors = list(
             pool.map(
@@ -225,7 +225,7 @@ def test_a_join_connects_the_pairs_of_the_plan_and_has_one_barrier():
     num_pairs = len(session.hops())
     assert num_pairs == 8
     # Both ends are here. gloo may connect a pair again where a connection takes long.
-    assert 2 * num_pairs <= num_connections() - num_before < 2 * 2 * num_pairs < 10 * 9
+    assert 2 * num_pairs <= len(established_connections() - before) < 2 * 2 * num_pairs < 10 * 9
     assert store.counts["add"] == plan.world_size
     assert store.counts.total() == count_store_requests(plan.world_size, num_pairs)
     for executor in executors:

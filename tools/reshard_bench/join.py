@@ -133,27 +133,27 @@ def _run_rank(pipe: Connection, rank: int, port: int, layout: ShardLayout) -> No
     kept = []  # what is connected
     while True:
         kind, argument = pipe.recv()
-        num_before = num_connections()
+        before = established_connections()
         try:
             if kind == "session":
                 kept.append(join_session(argument, rank, [layout], store=store))
             else:
                 timeout = timedelta(seconds=TIMEOUT_S)
                 kept.append(ProcessGroupGloo(PrefixStore(kind, store), rank, argument, timeout))
-            pipe.send(num_connections() - num_before)
+            pipe.send(len(established_connections() - before))
         except RuntimeError as error:
             pipe.send(error)
 
 
-def num_connections() -> int:
-    """Return the number of ends of established TCP connections in this process."""
+def established_connections() -> set[str]:
+    """Return the inodes of this process's ends of established TCP connections."""
     sockets = {
         link.removeprefix("socket:[").removesuffix("]")
         for link in map(_read_link, Path("/proc/self/fd").iterdir())
     }
     tables = (Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6"))
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return sum(row[3] == _ESTABLISHED and row[9] in sockets for row in rows)
+    return {row[9] for row in rows if row[3] == _ESTABLISHED} & sockets
 
 
 _ESTABLISHED = "01"

@@ -31,7 +31,7 @@ def copy(source, target):
     try:
         copy_tree(*ends)
     finally:
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         for fd in ends:
             os.close(fd)
 
